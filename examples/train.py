@@ -376,7 +376,7 @@ def main():
     # The longest text of the standard library: the documentation's pages on the language.
     parser.add_argument("--file", type=Path, default=Path(pydoc_data.__file__).with_name("topics.py"))
     parser.add_argument("--out", type=Path, help="folder for train.json and train.png")
-    parser.add_argument("--plot", type=Path, metavar="JSON", help="only draw the figure of this file, beside it")
+    parser.add_argument("--plot", type=Path, metavar="JSON", help="only draw the figure of this file, next to it")
     args = parser.parse_args()
     if args.plot:
         plot(json.loads(args.plot.read_text()), args.plot.with_suffix(".png"))

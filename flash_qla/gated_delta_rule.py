@@ -66,8 +66,8 @@ def chunk_gated_delta_rule(
     strides are multiples of 16 bytes, and the batch's stride is T tokens, as for slices of one projection; it copies
     other layouts first. q, k and v share one dtype: bfloat16 or float16, on the CPU also float32 and float64.
     Arithmetic and states are in float32 (float64 for float64 inputs); g, beta and initial_state of another floating
-    dtype are converted to that. With activations inside, g and beta are their inputs, in any floating dtype, and are
-    read as they are. Value head h uses query/key head h // (H_v / H_k). torch.autocast casts q, k and v to its dtype,
+    dtype are converted to that. With activations inside, g and beta are pre-activation, in any floating dtype, not
+    converted. Value head h uses query/key head h // (H_v / H_k). torch.autocast casts q, k and v to its dtype,
     unless they are float64, and nothing else.
 
     o and final_state can be differentiated, once, with respect to q, k, v, g, beta, initial_state, A_log and dt_bias.
@@ -95,12 +95,12 @@ def chunk_gated_delta_rule(
             FLASH_QLA_CHECK=1 in the environment reports them there too, and synchronizes.
         head_first: only False; the head dimension is the third.
         state_v_first: states are [N, H_v, V, K], as arguments and as results.
-        auto_cp: on the GPU, let each pass split long sequences into segments that run side by side, if there are too
-            few sequences and heads to fill the GPU. Where the gates decay a state, or in the backward the gradient of a
-            state, to less than 2^-24 of its norm within a segment, the remainder is dropped; with auto_cp=False it
-            never is. The CPU ignores this argument.
-        enable_fwd_cp_cache: without effect. The published FlashQLA keeps maps of segments for its backward; this
-            package computes them again.
+        auto_cp: on the GPU, let each pass divide long sequences into splits that run in parallel, if there are too few
+            sequences and heads to fill the GPU. Where the gates decay a state, or in the backward the gradient of a
+            state, to less than 2^-24 of its norm within a split, the remainder is dropped; with auto_cp=False it never
+            is. The CPU ignores this argument.
+        enable_fwd_cp_cache: without effect. The published FlashQLA keeps maps of splits for its backward; this package
+            computes them again.
         cp_context: the tokens are this rank's part of sequences that are spread over a process group: the result of
             flash_qla.cp.build_cp_context, or of the function of this name of FLA or of the published FlashQLA. All
             ranks of the group make the call, and its backward, which runs if an input requires gradients and the loss

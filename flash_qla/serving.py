@@ -1,4 +1,4 @@
-"""The Gated Delta Rule for inference engines, whose states lie in a pool [slots, H_v, V, K].
+"""The Gated Delta Rule for inference engines, on states in a pool [slots, H_v, V, K].
 
 The functions are thin: the ops torch.ops.flash_qla.* check the arguments and do the work. Each function has its op's
 parameters in the op's order, which is the published interface.
@@ -237,7 +237,7 @@ def decode_gated_delta_rule_packed(
 
     Args:
         mixed_qkv: [B, T, C] with C = 2 H_k K + H_v V: the heads of q, then of k, then of v of each token. Or [B, C] for
-            one token of each sequence. state_pool says H_v, V and K.
+            one token of each sequence. state_pool has H_v, V and K.
         a, b: [B, T, H_v]; [B, H_v] for one token of each sequence.
         A_log, dt_bias, state_pool, state_indices, scale: as those of decode_gated_delta_rule.
         null_index, use_qk_l2norm_in_kernel, cu_seqlens: as those of decode_gated_delta_rule.
@@ -297,15 +297,15 @@ def decode_gated_delta_rule_buffered(
             )
             write_pos = (write_pos + 1) % L  # 0 after force_flush
 
-    Reading and writing states bounds decoding. Here a state in the pool lags. Its slot has a backlog of up to L steps,
-    and outputs are computed from the state and the backlog. With j = write_pos[n] steps in the backlog, the state of
-    sequence n is
+    Decoding is bound by the traffic of the state, so this function defers state writes. A slot has a replay buffer of
+    up to L steps, and outputs are computed from the state in the pool and the buffer. With j = write_pos[n] steps in
+    the buffer, the state of sequence n is
 
         S = exp(g_1 + ... + g_j) S_pool + sum over i of exp(g_{i+1} + ... + g_j) k_i d_i^T
 
     The call computes the token from S, as decode_gated_delta_rule does. If j = L - 1, or with force_flush, it writes
-    the new state to the pool, and the backlog is empty: pass write_pos[n] = 0 next. Otherwise it writes the token as
-    the next step of the backlog: pass j + 1 next. The call does not change write_pos, because all layers of a model
+    the new state to the pool, and the buffer is empty: pass write_pos[n] = 0 next. Otherwise it writes the token as the
+    next step of the buffer: pass j + 1 next. The call does not change write_pos, because all layers of a model
     share it. Flush a slot before another function reads it. Only the device reads write_pos and force_flush, so one
     captured call serves every step.
 
@@ -315,20 +315,20 @@ def decode_gated_delta_rule_buffered(
     Args:
         q, k: queries and keys, [B, 1, H_k, K].
         v: values, [B, 1, H_v, V], H_v a multiple of H_k, in the dtype of q.
-        a, b: raw or ready gates and step sizes, [B, 1, H_v], as those of decode_gated_delta_rule.
+        a, b: gates and step sizes, activated or not, [B, 1, H_v], as those of decode_gated_delta_rule.
         A_log, dt_bias, scale: as those of decode_gated_delta_rule.
         state_pool: [slots, H_v, V, K], as that of decode_gated_delta_rule, but not in 8 bits. It is written.
         state_indices: slot of each sequence, [B], int32 or int64, as all indices. None: sequence n has slot n, and
             there are B slots.
-        d_cache: changes of the backlogs, [slots, H_v, L, V], L from 1 to 32: d = beta (v - exp(g) S^T k), times the
-            factor of the l2norm of k. float32 (float64 for float64 inputs); or the dtype of q, which rounds changes.
+        d_cache: changes in the replay buffers, [slots, H_v, L, V], L from 1 to 32: d = beta (v - exp(g) S^T k), times
+            the factor of the l2norm of k. float32 (float64 for float64 inputs); or the dtype of q, which rounds them.
             Each slot is contiguous, and slots may be further apart; on the GPU they begin at multiples of 16 bytes. It
             is written. Steps from write_pos on may have any contents.
-        k_cache: keys of the backlogs, before the l2norm, [slots, H_k, L, K], dtypes and strides as for d_cache. Both
-            dtypes hold keys exactly. It is written.
-        g_cache: log decays of the backlogs, [slots, H_v, L], float32 (float64 for float64 inputs), strides as for
-            d_cache. It is written.
-        write_pos: number of steps in the backlog of each sequence, [B], 0 to L - 1.
+        k_cache: keys of the replay buffers, before the l2norm, [slots, H_k, L, K], dtypes and strides as for d_cache.
+            Both dtypes hold keys exactly. It is written.
+        g_cache: log decays of the replay buffers, [slots, H_v, L], float32 (float64 for float64 inputs), strides as
+            for d_cache. It is written.
+        write_pos: number of steps in the replay buffer of each sequence, [B], 0 to L - 1.
         force_flush: [B]; where it is not 0, the call writes the state. None: it forces no write.
         null_index: an index of at most this is no slot: the sequence has zero output, and nothing is written.
         use_qk_l2norm_in_kernel: divide q and k by their norms first, x / sqrt(|x|^2 + 1e-6).

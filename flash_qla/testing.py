@@ -9,10 +9,10 @@ class BackwardMode(TypedDict, total=False):
     """How the backward runs. The cost model decides the fields that are left out.
 
     Attributes:
-        segment_chunks: chunks of 64 tokens in a segment. 0 cuts no sequence into segments. auto_cp=False of a call does
-            the same, and wins over this field.
-        cut_above: chunks of 64 tokens, only with segment_chunks. The device cuts sequences only if one has more. 0, the
-            default, cuts every sequence that is longer than a segment.
+        segment_chunks: chunks of 64 tokens per split. 0 splits no sequence. auto_cp=False of a call does the same, and
+            wins over this field.
+        cut_above: chunks of 64 tokens, only with segment_chunks. The device splits sequences only if one has more. 0,
+            the default, splits every sequence that is longer than a split.
     """
 
     segment_chunks: int
@@ -23,10 +23,9 @@ class ForwardMode(BackwardMode, total=False):
     """How the forward runs: the fields of BackwardMode, and these.
 
     Attributes:
-        value_tile: rows of a head's state (channels of its values) in a CTA, 64 or 128; with keys of more than 128
-            channels only 128.
-        fused: True: one kernel does all, for every call that it supports; over segments others compute their maps
-            first. False: for no call. True excludes a value_tile of 64.
+        value_tile: rows of a head's state (channels of its values) per CTA, 64 or 128; with K > 128 only 128.
+        fused: True: one kernel does all, for every call that it supports; over splits others compute their maps first.
+            False: for no call. True excludes a value_tile of 64.
     """
 
     value_tile: int
@@ -43,7 +42,7 @@ def forced_dispatch(*, forward: ForwardMode | None = None, backward: BackwardMod
     Blocks nest. Each restores the previous modes at its end, after an exception too. A mode holds for all threads of
     the process, because autograd runs the backward of GPU tensors in a thread of its own; so use one thread at a time.
     Calls on the CPU do not change. The bits of a result may depend on the mode. flash_qla._C.forward_dispatch and
-    backward_dispatch say which kernels a call then launches.
+    backward_dispatch return which kernels a call then launches.
 
     Args:
         forward: the mode of the forward. {} gives all decisions back to the cost model, None keeps the current mode.

@@ -2,7 +2,7 @@
 
 `kernels.h` has a C++ struct of each bundle, which the host fills. Sizes that a call decides are run-time numbers: head
 counts, lengths, strides. What the compiler must know (dtype, K, value tile) is a parameter of the kernel's function.
-Where a tensor's dtype is a run-time number, it stands here as fp32.
+A tensor whose dtype is a run-time number is declared as fp32.
 """
 
 import tilelang.language as T
@@ -82,7 +82,7 @@ def rows(name, shape, dtype):
 
 
 class Gates(Bundle):
-    """Gates and betas as the caller passes them. `activations`, an Activation, says how to read and transform them."""
+    """Gates and betas as the caller passes them. `activations`, an Activation, encodes dtypes and transforms."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -139,8 +139,8 @@ class Slots(Bundle):
 
 
 class Plan(Bundle):
-    """chunk_plan's tables. `checkpoints`: the slot of the state after each chunk, or NO_STATE. `drawn`: pieces of work
-    that CTAs have drawn (states/piece_queue.cuh)."""
+    """chunk_plan's tables. `checkpoints`: the slot of the state after each chunk, or NO_STATE. `drawn`: work tiles that
+    CTAs have drawn (states/piece_queue.cuh)."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -251,11 +251,11 @@ class States(Bundle):
         )
         self._sizes, self._float8 = sizes, float8
 
-    def view(self, numbers, *where):
-        """A StateView of `numbers` in this layout. `where` is slot_stride and Dtype; without it: one run in fp32."""
+    def view(self, elements, *where):
+        """A StateView of `elements` in this layout. `where` is slot_stride and Dtype; without it: one run in fp32."""
         strides = (self.state_stride_v, self.state_stride_k)
         dims = (self._sizes.H_v, self._sizes.key_dim, self._sizes.value_dim)
-        return StateView(numbers, *dims, strides, *where, float8=self._float8)
+        return StateView(elements, *dims, strides, *where, float8=self._float8)
 
     def initial(self):
         return self.view(T.access_ptr(self.initial_state[0], "r"), self.slot_stride, self.state_dtype)
@@ -322,7 +322,7 @@ class Memory(Bundle):
 
 
 class Outputs(Bundle):
-    """o, and A and g_cumsum if they are wanted. The backward has none of them."""
+    """o, and A and g_cumsum if they are requested. The backward has none of them."""
 
     def __init__(self, sizes, dtype):
         super().__init__(
@@ -349,8 +349,8 @@ class BackwardTables(Bundle):
 
 
 class Replay(Bundle):
-    """The results of replay_states: h, S before each chunk, and V_new by tokens. Except in halves, chunk_backward has
-    V_new in the memory of dv, and replaces it chunk by chunk."""
+    """The results of replay_states: h, S before each chunk, and V_new by tokens. Except between begin and finish,
+    chunk_backward has V_new in the memory of dv, and replaces it chunk by chunk."""
 
     def __init__(self, sizes, dtype, K):
         super().__init__(
@@ -396,6 +396,6 @@ class StateGradients(Bundle):
         )
         self._sizes = sizes
 
-    def view(self, numbers):
+    def view(self, elements):
         strides = (self.state_stride_v, self.state_stride_k)
-        return StateView(numbers, self._sizes.H_v, self._sizes.key_dim, self._sizes.value_dim, strides)
+        return StateView(elements, self._sizes.H_v, self._sizes.key_dim, self._sizes.value_dim, strides)

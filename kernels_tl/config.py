@@ -3,14 +3,14 @@
 Numbers that CUDA and C++ need too are in layout.py; the table uses their names. The tables hold for both 16-bit
 dtypes; a table keyed by K has a row for each K. `python -m flash_qla` prints what the compiler made of them.
 
-    tile           extent of a CTA's tile, in value rows unless a comment says otherwise
+    tile           extent of a CTA's tile, in value rows unless a comment names another unit
     stages         stages of the ring of operands in shared memory
     consumers      threads that compute
     producers      threads that load, store and compute tables; setmaxnreg needs whole warpgroups
-    registers      registers of a consumer and of a producer after setmaxnreg; None: as compiled
+    registers      registers per consumer and per producer thread after setmaxnreg; None keeps ptxas's choice
     early_factors  how many of eight quadruples of factors are loaded early: see registers() of states/recurrence.py
     shared         KB of shared memory; the kernel's page asserts that its buffers add up to it
-    ctas           CTAs that an SM holds at a time
+    ctas           CTAs per SM
     spills         bytes that the compiler may spill
 """
 
@@ -79,10 +79,10 @@ class Tile:
         return self.consumers + self.producers
 
 
-def two_warpgroups(**numbers):
+def two_warpgroups(**fields):
     """A wide tile, two consumer warpgroups and one of producers. Registers: 2 * 224 + 56 = 2 * 232 + 40 = 2 * 240 + 24
     = 3 * 168."""
-    return Tile(tile=WIDE_TILE, consumers=2 * WARPGROUP, producers=WARPGROUP, **numbers)
+    return Tile(tile=WIDE_TILE, consumers=2 * WARPGROUP, producers=WARPGROUP, **fields)
 
 
 # Tile: sequences of a step, one for each thread.
@@ -95,11 +95,11 @@ CHUNK_MATRICES = {
     256: Tile(tile=4, consumers=WARPGROUP, shared=86.796875, ctas=WIDE_MATRICES_CTAS),
 }
 
-# Tile: chunks at a time, one a warp.
+# Tile: chunks at a time, one per warp.
 SEGMENT_MEMORY = Tile(tile=4, consumers=4 * WARP)
 
 # Keyed by K, then by value tile. The spills are around the stores of h; a forward without h does not pay for them. With
-# K = 256 the state takes half of the registers, and shared memory has no room for a piece's first state.
+# K = 256 the state takes half of the registers, and shared memory has no room for a work tile's first state.
 CHUNK_FORWARD = {
     128: {
         NARROW_TILE: Tile(
@@ -114,10 +114,10 @@ CHUNK_FORWARD = {
 
 # The tile has all value rows of a head. More early factors would spill registers.
 FUSED_FORWARD = two_warpgroups(stages=Ring.STAGES, registers=(224, 56), early_factors=4, shared=225.63671875)
-# A register or two that a role stores and loads at most once a chunk, in the instances with A.
+# A register or two that a role stores and loads at most once per chunk, in the instances with A.
 FUSED_A_SPILLS = {"bfloat16": 12, "float16": 48}
 
-# Keyed by K. With K = 256 the warps that store spill addresses.
+# Keyed by K. With K = 256 the epilogue warps spill addresses.
 REPLAY_STATES = {
     128: two_warpgroups(stages=4, registers=(232, 40), early_factors=4, shared=213),
     256: two_warpgroups(stages=2, registers=(232, 40), early_factors=0, shared=194.5, spills=20),
@@ -126,7 +126,7 @@ REPLAY_STATES = {
 # Only with K = 256. Stages: of K and the gates. The spilled registers are addresses and a few numbers of dS.
 REPLAY_GRADIENTS = two_warpgroups(stages=2, registers=(240, 24), shared=210.5, spills=684)
 
-# Only with K = 256. Tile: value rows of a turn. Producers: a warp loads, two compute dV, one the gates.
+# Only with K = 256. Tile: value rows at a time. Producers: the producer warp, two warps of dV, one of the gates.
 TOKEN_GRADIENTS = Tile(
     tile=NARROW_TILE,
     consumers=2 * WARPGROUP,
@@ -171,7 +171,7 @@ COMPOSE_MAPS = {
     256: Tile(tile=SCAN_COLUMNS, consumers=4 * WARPGROUP, producers=WARP, stages=2, shared=224.0078125),
 }
 
-# Consumers: two warpgroups carry dS, one computes dK. Producers: a warp loads, two compute dV, one the gates.
+# Consumers: two warpgroups carry dS, one computes dK. Producers: the producer warp, two of dV, one of the gates.
 # Registers: all consumers have the same number, 3 * 160 + 32 = 4 * 128.
 CHUNK_BACKWARD = Tile(
     tile=WIDE_TILE,
@@ -191,7 +191,7 @@ GATE_GRADIENTS = Tile(tile=GATE_HEADS, consumers=GATE_HEADS * GATE_TOKENS)
 # Tile: tokens, and columns.
 COPY_TOKENS = Tile(tile=COPY_TILE, consumers=COPY_THREADS, ctas=9)
 
-# Tile: pieces of rows of queries or keys, of NORM_PIECE channels, one for each thread.
+# Tile: parts of rows of queries or keys, NORM_PIECE channels per thread.
 L2NORM = Tile(tile=256, consumers=256)
 
 # Keyed by K, then by path. A suffix _16 or _8: the path with states of 16 or 8 bits. A CTA stores and loads most of its
@@ -204,9 +204,9 @@ def decode_group(K, path):
     return DECODE_WARPS * (DECODE_WARP_ROWS_WIDE if is_wide(K) and path == "one_token" else DECODE_WARP_ROWS)
 
 
-def decode_rows(ctas, K=NARROW_KEY, path="rows", **numbers):
+def decode_rows(ctas, K=NARROW_KEY, path="rows", **fields):
     """A CTA that takes one such group."""
-    return Tile(tile=decode_group(K, path), consumers=DECODE_THREADS, ctas=ctas, **numbers)
+    return Tile(tile=decode_group(K, path), consumers=DECODE_THREADS, ctas=ctas, **fields)
 
 
 DECODE = {

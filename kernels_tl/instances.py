@@ -9,14 +9,14 @@ from kernels_tl.config import is_wide
 
 DTYPES = ("bfloat16", "float16")
 STATE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # dtypes of pools, and their bytes
-FLOAT8 = {"float8": 1}  # both formats, for pools but not for states that lag
-BITS16 = {"bits16": 2}  # bf16 or fp16, as the call says
+FLOAT8 = {"float8": 1}  # both formats, for pools, but not with deferred state writes
+BITS16 = {"bits16": 2}  # bf16 or fp16, which the call chooses
 KEY_DIMS = (128, 256)
 
 TYPES = [{"dtype": dtype, "K": K} for dtype in DTYPES for K in KEY_DIMS]  # most kernels have these parameters
 NARROW_TYPES = [types for types in TYPES if not is_wide(types["K"])]
 WIDE_TYPES = [types for types in TYPES if is_wide(types["K"])]
-# The types of decode, and their dtypes of states. Wide keys leave the 16-bit dtypes to run time: fewer instances.
+# The types of decode, and their dtypes of states. K > 128 leaves the 16-bit dtypes to run time: fewer instances.
 DECODE_TYPES = [
     *((types, STATE_DTYPES) for types in NARROW_TYPES),
     *(({"dtype": "bits16", "K": K}, {"float32": 4} | BITS16) for K in KEY_DIMS if is_wide(K)),
@@ -25,7 +25,7 @@ DECODE_TYPES = [
 
 def decode_paths(dtype, K, state_dtype):
     """The paths of decode that are compiled for K and these dtypes. `tensor_cores` needs tokens and states in bf16,
-    because they become factors without a conversion. `blocks` needs fp32 states, because its lanes convert none. Both
+    because they are operands without a conversion. `blocks` needs fp32 states, because its lanes convert none. Both
     have rows of up to 128 channels. States of 8 bits have V first, and `rows` takes one token as one_token does."""
     if state_dtype == "float8":
         return ("rows",) if is_wide(K) else ("one_token", "rows")
@@ -38,7 +38,7 @@ def decode_paths(dtype, K, state_dtype):
 
 def normalizations(dtype, K):
     """The values of `normalize` that chunk_backward and backward_maps are compiled for: whether the l2norm is inside.
-    Products divided by both norms may be below the normal numbers of fp16, and wide keys have a backward of their own.
+    Products divided by both norms may be below the normal numbers of fp16, and K > 128 has a backward of its own.
     So both take normalized keys and queries from the kernel l2norm."""
     return (False,) if is_wide(K) or dtype == "float16" else (False, True)
 
@@ -49,9 +49,9 @@ INSTANCES = [
     # forward
     *(Instance("matrices.chunk_matrices", types | {"normalize": norm}) for types in TYPES for norm in (False, True)),
     *(
-        Instance("states.chunk_forward", types | {"value_tile": tile}, spill_budget=numbers.spills)
+        Instance("states.chunk_forward", types | {"value_tile": tile}, spill_budget=row.spills)
         for types in TYPES
-        for tile, numbers in config.CHUNK_FORWARD[types["K"]].items()
+        for tile, row in config.CHUNK_FORWARD[types["K"]].items()
     ),
     *(
         Instance(

@@ -31,45 +31,45 @@ WHOLE_SEQUENCE = 0x7FFFFFFF // CHUNK * CHUNK
 # Sequences of a step of chunk_plan. The table of segments is sorted within a step: the longest sequence comes first.
 PLAN_STEP = 256
 
-# CTAs of chunk_matrices that an SM holds at a time, with keys of up to 128 channels and with wider ones.
+# CTAs of chunk_matrices per SM, for K up to 128 and for larger K.
 MATRICES_CTAS, WIDE_MATRICES_CTAS = 4, 2
 
 # Head dimensions are multiples of HEAD_DIM_STEP, because TMA needs rows of whole 16 bytes. Values have at most
-# MOST_VALUE_DIM channels. kernels_tl/instances.py says how many channels a key may have.
+# MOST_VALUE_DIM channels. kernels_tl/instances.py has the values of K.
 HEAD_DIM_STEP, MOST_VALUE_DIM = 8, 512
 
-# Keys of up to NARROW_KEY channels leave registers for S^T in 16 bits; the kernels of wider keys differ. With wide keys
-# a CTA of token_gradients computes the gradients of KEY_PART channels.
+# Keys of up to NARROW_KEY channels leave registers for S^T in 16 bits; the kernels for larger K differ. There a CTA of
+# token_gradients computes the gradients of KEY_PART channels.
 NARROW_KEY, KEY_PART = 128, 128
 
-# Rows of S^T of a CTA of chunk_forward, for one or two consumer warpgroups. A narrow tile gives more CTAs, a wide one
+# Rows of S^T per CTA of chunk_forward, for one or two consumer warpgroups. A narrow tile gives more CTAs, a wide one
 # fetches K and Q less often.
 NARROW_TILE, WIDE_TILE = 64, 128
 
-# Columns of S of a CTA of segment_scan and compose_maps. Narrow: of segment_scan, where so many CTAs find an SM each.
+# Columns of S per CTA of segment_scan and compose_maps. Narrow: of segment_scan, when all CTAs fit in one wave.
 SCAN_COLUMNS, NARROW_SCAN_COLUMNS = 32, 16
 
-# gate_gradients: value heads of a CTA, whose fp32 numbers of a token fill a sector of 32 bytes; tokens at a time.
+# gate_gradients: value heads per CTA, whose fp32 numbers of a token fill a sector of 32 bytes; tokens at a time.
 GATE_HEADS, GATE_TOKENS = 8, 32
 
 # decode.
-DECODE_WARPS = 4  # warps of a CTA
+DECODE_WARPS = 4  # warps per CTA
 DECODE_WARP_ROWS = 8  # value rows of a state that a warp has at a time
 DECODE_WARP_ROWS_WIDE = 4  # the same with keys of more than 128 channels, on the path `one_token`
 DECODE_TOKENS = 8  # tokens prepared at a time
 DECODE_BLOCK = 4  # path `blocks`: tokens of a block
-DECODE_TILE = 128  # most value rows of a CTA if tokens go through a state together
+DECODE_TILE = 128  # most value rows per CTA if tokens are processed together
 DECODE_LANES = 8  # path `blocks`: lanes that share a value row
-DECODE_LANE_ROWS = 2  # path `blocks`: value rows of a lane
-# CTAs that an SM holds at a time: by path; with one token, on states of 16 bits and of 8 bits; with keys of more than
-# 128 channels, on states [V, K] and on states [K, V].
+DECODE_LANE_ROWS = 2  # path `blocks`: value rows per lane
+# CTAs per SM: by path; with one token, on states of 16 bits and of 8 bits; with K > 128, on states [V, K] and on
+# states [K, V].
 DECODE_CTAS_ROWS, DECODE_CTAS_BLOCKS, DECODE_CTAS_MMA, DECODE_CTAS_KEY_FIRST = 7, 3, 4, 5
 DECODE_CTAS_ONE_16, DECODE_CTAS_ONE_8 = 8, 6
 DECODE_CTAS_WIDE, DECODE_CTAS_WIDE_KEY_FIRST = 4, 2
 
 # decode_buffered; MMA: if tokens and states have one dtype of 16 bits.
-DECODE_BACKLOG = 32  # the longest backlog, a lane for each of its steps
-DECODE_CTAS_BUFFERED, DECODE_CTAS_BUFFERED_MMA = 7, 6  # CTAs that an SM holds at a time
+DECODE_BACKLOG = 32  # most steps of a replay buffer, one per lane
+DECODE_CTAS_BUFFERED, DECODE_CTAS_BUFFERED_MMA = 7, 6  # CTAs per SM
 DECODE_PART_ROWS_MMA = 16  # value rows of a part of a CTA
 
 # Shared memory: bytes of padding after a row of a state; floats from one inverted diagonal block to the next; floats
@@ -88,7 +88,7 @@ NORM_EPS = 1e-6
 # Channels that a lane of l2norm and l2norm_backward has: 16 bytes.
 NORM_PIECE = 8
 
-# copy_tokens: tokens and columns of a tile, and threads of a CTA.
+# copy_tokens: tokens and columns of a tile, and threads per CTA.
 COPY_TILE, COPY_THREADS = 64, 128
 COPY_STEP = COPY_THREADS // COPY_TILE  # from one of a thread's elements to the next
 COPY_PITCH = COPY_TILE + 2  # of a token in shared memory, so that reads along the tokens have no bank conflicts
@@ -110,10 +110,10 @@ class ChunkColumn:
 
 
 class SegmentColumn:
-    """segments [segment slots, COUNT] int32; a segment is a run of a sequence's chunks that one CTA goes through. First
+    """segments [segment slots, COUNT] int32; a segment is a run of a sequence's chunks that one CTA processes. First
     token row, tokens, first chunk slot, sequence, SegmentFlag, slots of the states before and after it, tokens up to
-    the first checkpoint. FROM_SCAN in place of a slot: the state is between two segments. The backward reads the
-    gradient of a state where the forward writes the state, and the other way round."""
+    the first checkpoint. FROM_SCAN in place of a slot: the state is between two segments. In the backward, INITIAL is
+    where dS is written and FINAL where it is read."""
 
     ROW, LENGTH, CHUNK, SEQUENCE, FLAGS, INITIAL, FINAL, UNTIL = range(8)
     COUNT = 8
@@ -175,7 +175,7 @@ class NormalizedGate:
 
 class TableKind:
     """The width of a table's numbers, or NONE: the call has no such table. A table without elements has a null pointer
-    too, so the pointer does not say whether there is a table."""
+    too, so the pointer does not tell whether there is a table."""
 
     NONE, INT32, INT64 = range(3)
 
@@ -194,7 +194,7 @@ class Dtype:
 
 
 class Activation:
-    """How to read and transform gates and betas, as one number; 0 means ready, in fp32.
+    """How to read and transform gates and betas, as one number; 0 means activated, in fp32.
 
     GATE: g = -exp(A_log) softplus(g_raw + dt_bias). BIAS: dt_bias is given. SIGMOID: beta = sigmoid(beta_raw).
     TWICE: beta is twice that. The other names are the first of two bits that hold the tensor's Dtype."""
@@ -230,11 +230,11 @@ class Ring:
 
 class Place:
     """One register of a consumer of fused_forward. The names are the first bits of: its offset in a tile and its column
-    in a fragment (core/tiles.cuh), its warpgroup, the next entry of the ring of pieces, that entry's phase (TURN has
+    in a fragment (core/tiles.cuh), its warpgroup, the next entry of the ring of work tiles, its phase (TURN has
     both), its Ring."""
 
     OFFSET, COLUMN, WARPGROUP, TURN, TURN_PHASE, RING = 0, 16, 20, 21, 23, 24
-    TURNS = 4  # entries of the ring of pieces
+    TURNS = 4  # entries of the ring of work tiles
 
 
 class NamedBarrier:

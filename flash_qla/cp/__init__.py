@@ -8,9 +8,9 @@ The tokens that a rank holds of a sequence change the state by an affine map:
     S'  = M S + Z         forward: S is the state before these tokens, S' the state after them
     dS  = M^T dS' + dZ    backward: the gradients of S and S'
 
-A pass has two halves. The first half computes M and Z of the sequences that go on in other ranks. The ranks exchange
-these maps in one all-gather. Each rank folds the maps of the parts before its own, in the order of the tokens, into the
-initial state of its first sequence. The second half runs the rank's own tokens from there. The backward folds the maps
+A pass has two ops, begin and finish. Begin computes M and Z of the sequences that go on in other ranks. The ranks
+exchange these maps in one all-gather. Each rank folds the maps of the parts before its own, in the order of the tokens,
+into the initial state of its first sequence. Finish runs the rank's own tokens from there. The backward folds the maps
 of the parts after its own into the gradient of the final state of its last sequence.
 """
 

@@ -24,7 +24,7 @@ class Part(NamedTuple):
     tokens_before: int  # tokens of its first sequence in the earlier parts
 
 
-# FLA's fields for a part: the name with one part a rank, the name with two
+# FLA's fields for a part: the name with one part per rank, the name with two
 _OF_PARTS = {
     "pre_num_ranks": "pre_num_ranks_by_part",
     "post_num_ranks": "post_num_ranks_by_part",
@@ -63,7 +63,7 @@ class CPContext:
     cu_seqlens_cpu: torch.Tensor  # the same on the CPU
     layout: str = "contiguous"
     conv1d_kernel_size: int | None = None
-    part_len: int | None = None  # tokens a part, with zigzag
+    part_len: int | None = None  # tokens per part, with zigzag
     front_num_seqs: int | None = None  # sequences of the first part, with zigzag
     pre_num_ranks: int | None = None  # earlier parts that have tokens of its first sequence
     post_num_ranks: int | None = None  # later parts that have tokens of its last sequence

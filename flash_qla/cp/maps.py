@@ -2,7 +2,7 @@
 
 import torch
 
-# Maps whose norm is smaller count as 0, as within a segment (kernels_tl/maps/segments.cuh)
+# Maps whose norm is smaller count as 0, as within a split (kernels_tl/maps/segments.cuh)
 _NEGLIGIBLE = 2.0**-24
 
 
@@ -30,11 +30,11 @@ def fold(maps: torch.Tensor, parts: int, V: int) -> torch.Tensor:
     return folded[0, :, :V].to(maps.dtype)
 
 
-def spread(computed: torch.Tensor, wanted: list[bool]) -> torch.Tensor:
-    """The maps [parts, ...] of all parts: those that were computed for the wanted parts, zeros for the others."""
-    if all(wanted):
+def spread(computed: torch.Tensor, mapped: list[bool]) -> torch.Tensor:
+    """The maps [parts, ...] of all parts: those of the mapped parts, and zeros for the others."""
+    if all(mapped):
         return computed
-    if not any(wanted):
-        return computed.new_zeros(len(wanted), *computed.shape[1:])
+    if not any(mapped):
+        return computed.new_zeros(len(mapped), *computed.shape[1:])
     rows, zeros = iter(computed.unbind()), computed.new_zeros(computed.shape[1:])
-    return torch.stack([next(rows) if is_wanted else zeros for is_wanted in wanted])
+    return torch.stack([next(rows) if is_mapped else zeros for is_mapped in mapped])

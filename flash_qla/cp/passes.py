@@ -45,7 +45,7 @@ _begin_backward, _replay_backward, _finish_backward = map(
 
 
 class _Call:
-    """Shapes of a rank's states and maps, for both halves of a pass."""
+    """Shapes of a rank's states and maps, for both ops of a pass, begin and finish."""
 
     def __init__(self, context: CPContext, q: torch.Tensor, v: torch.Tensor, state_v_first: bool):
         self.context, self.state_v_first = context, state_v_first
@@ -86,7 +86,7 @@ def _forward(context: CPContext, for_backward: bool, tokens: tuple, options: dic
     """The forward of this rank.
 
     Returns:
-        o, final_state, workspace, states: the results, the workspace that the halves share, and the initial states.
+        o, final_state, workspace, states: the results, the workspace from begin to finish, and the initial states.
     """
     parts, call = context._parts, _Call(context, tokens[0], tokens[2], options["state_v_first"])
     after, before = ([bool(getattr(part, name)) for part in parts] for name in ("after", "before"))
@@ -148,7 +148,7 @@ def _backward(context: CPContext, options: dict, *tensors) -> tuple:
 
 
 class _Gradients(torch.autograd.Function):
-    """_backward where create_graph wants to differentiate it again: that raises, and not before."""
+    """_backward under create_graph: to differentiate it again raises, and only then."""
 
     @staticmethod
     def forward(ctx, backward, *args):
@@ -185,7 +185,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _checked(context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
-    """Our context, and q, k and v as torch.autocast casts them, because the halves of a pass have no autocast."""
+    """Our context, and q, k and v as torch.autocast casts them, because begin and finish have no autocast."""
     context = as_ours(context)
     for name, x in (("q", q), ("v", v)):
         if hasattr(x, "device_mesh"):
@@ -231,7 +231,7 @@ def chunk_gated_delta_rule(context, q, k, v, g, beta, *options) -> tuple[torch.T
 def chunk_gated_delta_rule_fwd(context, q, k, v, g, beta, *options) -> tuple[torch.Tensor | None, ...]:
     """The op chunk_gated_delta_rule_fwd on this rank's tokens, from the states that earlier parts leave.
 
-    The halves of a pass give no A. So the whole op runs from these states after the exchange.
+    Begin and finish return no A. So the whole op runs from these states after the exchange.
 
     Args:
         context: the CPContext, or FLA's or the published FlashQLA's.

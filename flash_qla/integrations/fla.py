@@ -177,7 +177,7 @@ def fused_recurrent_gated_delta_rule(
             states = final_state = q.new_zeros(N, v.shape[2], *((V, K) if state_v_first else (K, V)), dtype=dtype)
         elif output_final_state and not one_token:
             states = final_state = initial_state.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        else:  # the kernel reads one tensor and, if wanted, writes another
+        else:  # the kernel reads one tensor and, if requested, writes another
             states = initial_state.to(dtype).contiguous()
             in_place = False
             if output_final_state:

@@ -14,9 +14,9 @@ state. With --enable-deterministic-inference the bits of a prefill do not depend
 use: on Hopper, prefill runs FlashInfer unless --linear-attn-prefill-backend is triton.
 
 Written for SGLang 0.5.12 to 0.5.23. SGLang 0.5.17 has generated text on these functions on an H100: eagerly, in CUDA
-graphs, with the radix cache, with drafts, and with --enable-linear-replayssm. The functions have run beside the kernels
-of 0.5.23. Other releases have been compared by signatures, and the functions run with the arguments that their layers
-pass.
+graphs, with the radix cache, with drafts, and with --enable-linear-replayssm. The functions have been compared with the
+kernels of 0.5.23. Other releases have been compared by signatures, and the functions run with the arguments that their
+layers pass.
 """
 
 import sys

@@ -12,7 +12,7 @@ Works for every model built on transformers' GatedDeltaNet layers (Qwen3-Next, Q
 variants, OLMo-Hybrid, ...). Only the layers of the given model change, so other models in the process
 keep what they use. Prefill and training run flash_qla.chunk_gated_delta_rule. Decoding one token at a
 time runs flash_qla.decode_gated_delta_rule on the cache's states, or the former where a gradient is
-wanted. Gradients and gradient checkpointing work as with the model's own functions.
+requested. Gradients and gradient checkpointing work as with the model's own functions.
 
 Packed sequences need cu_seq_lens_q. position_ids that restart are not enough, because transformers does
 not pass them on to these layers: each sequence would start from the state of the one before. An int as
@@ -21,7 +21,7 @@ max_length_q is flash_qla's max_seqlen.
 The model must be in bf16 or fp16 on a GPU, or run under torch.autocast. The dimension of its linear key
 heads must be a multiple of 8 up to 256, that of its linear value heads a multiple of 8 up to 512.
 
-A layer reaches its chunk and recurrent functions in one of two ways, depending on the transformers
+A layer reaches its chunk and recurrent functions by one of two paths, depending on the transformers
 release:
 
   4.57 to 5.14   the instance attributes `chunk_gated_delta_rule` and `recurrent_gated_delta_rule`, which
@@ -99,8 +99,8 @@ def chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
 
 
 def _whole_of(query, key, value) -> torch.Tensor | None:
-    """The tensor [B, T, 2 H_k K + H_v V] that a layer has split, if its gradient is wanted: it then gets one gradient,
-    instead of three that autograd has to put together. None if there is no such tensor, or a compiler looks on."""
+    """The tensor [B, T, 2 H_k K + H_v V] that a layer has split, if its gradient is requested: then there is one
+    gradient, instead of three that autograd has to concatenate. None without such a tensor, or under a compiler."""
     if not torch.is_grad_enabled() or not query.requires_grad or torch.compiler.is_compiling():
         return None
     parts, base = (query, key, value), query._base
@@ -124,7 +124,7 @@ def recurrent_gated_delta_rule(query, key, value, g, beta, **kwargs):
     stays as it is.
 
     It has no derivative, which the model's own function has. So chunk_gated_delta_rule runs where a gradient
-    is wanted.
+    is requested.
     """
     tensors = (query, key, value, g, beta, kwargs.get("initial_state"))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
@@ -172,8 +172,8 @@ def use_flash_qla(model: torch.nn.Module) -> Switched:
 
     Raises:
         ValueError: the model has no Gated DeltaNet layer.
-        RuntimeError: this transformers release resolves the chunk function in a way unknown to
-            flash_qla. Nothing has been changed then.
+        RuntimeError: this transformers release resolves the chunk function in a manner unknown
+            to flash_qla. Nothing has been changed then.
     """
     plan = {}
     unknown = []
@@ -218,7 +218,7 @@ def _is_switched(layer: torch.nn.Module) -> bool:
 
 
 def _switch_of(layer: torch.nn.Module) -> Callable[[], None] | None:
-    """A function that switches the layer; None if there is no known way."""
+    """A function that switches the layer; None if none is known."""
     if callable(layer.__dict__.get(_ATTRIBUTE)):
         new = {name: function for name, function in _BY_ATTRIBUTE.items() if callable(layer.__dict__.get(name))}
         return functools.partial(_replace, layer, new)
@@ -306,7 +306,7 @@ def _with_flash_qla(function: types.FunctionType, decorators: tuple = ()) -> typ
 
     Args:
         function: a forward, or a function in the closure of the last of `decorators`.
-        decorators: the functions passed on the way, none of which is entered again.
+        decorators: the functions between, none of which is entered again.
     """
     code, closure = function.__code__, function.__closure__
     if _FUNCTION in code.co_names:

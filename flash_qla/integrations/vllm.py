@@ -165,7 +165,7 @@ def fused_recurrent_gated_delta_rule(
     q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, cu_seqlens=None,
     ssm_state_indices=None, num_accepted_tokens=None, use_qk_l2norm_in_kernel=False,
 ):  # fmt: skip
-    """vLLM's decoding with ready gates, of OLMo-Hybrid, and its verification of drafts.
+    """vLLM's decoding with activated gates, of OLMo-Hybrid, and its verification of drafts.
 
     Args:
         q, k, v, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of flash_qla.decode_gated_delta_rule.

@@ -2,8 +2,8 @@
 
 chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have one formula, the op chunk_gated_delta_rule_bwd, and
 chunk_gated_delta_rule_packed has chunk_gated_delta_rule_packed_bwd. Autograd saves their inputs and nothing else. The
-other ops have no derivatives: the results of the backward's ops do not require gradients, nor do those of the halves,
-from which flash_qla/cp/passes.py builds a function that has gradients.
+other ops have no derivatives: the results of the backward's ops do not require gradients, nor do those of begin and
+finish, from which flash_qla/cp/passes.py builds a function that has gradients.
 
 Plain calls do all this in C++ (csrc/autograd/autograd.cpp), if the package was built for this PyTorch and the library
 loads.
@@ -117,7 +117,7 @@ class _ChunkGatedDeltaRule(_Function):
 
 
 def _register_derivative(op, formula):
-    """Has the op note its derivative if gradients are wanted or forward-mode AD is on.
+    """Has the op note its derivative if gradients are requested or forward-mode AD is on.
 
     Every call on tensors that are not inference tensors passes here, so the code is as short as PyTorch's own fallback
     for ops without a formula. torch.library.register_autograd costs calls without gradients twice as much.
@@ -140,18 +140,17 @@ def _register_derivative(op, formula):
         with below_autograd():
             results = redispatch(keyset, *args)
         args += defaults[len(args) :]  # the dispatcher leaves out trailing arguments that have their defaults
-        wanted = o_and_state if args[output_final_state] else only_o
-        found = list(results)
-        found[wanted] = _apply(
-            _ChunkGatedDeltaRule, formula, results[wanted], tensors_of(args), options_of(args), *differentiated_of(args)
-        )
-        return tuple(found)
+        outputs = o_and_state if args[output_final_state] else only_o
+        tensors = (tensors_of(args), options_of(args), *differentiated_of(args))
+        results = list(results)
+        results[outputs] = _apply(_ChunkGatedDeltaRule, formula, tuple(results[outputs]), *tensors)
+        return tuple(results)
 
     _library.impl(op, kernel, "Autograd", with_keyset=True)
 
 
 def call(op, *args):
-    """op(*args). It skips autograd's part of the op, if that part is in Python and no gradients are wanted.
+    """op(*args). It skips autograd's part of the op, if that part is in Python and no gradients are requested.
 
     Compilers, modes, transforms of torch.func and forward-mode AD see the usual call. Inference mode skips that part by
     itself.

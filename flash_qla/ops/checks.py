@@ -1,4 +1,4 @@
-"""Checks of public functions beside the dispatcher's, whose messages quote schemas and headers."""
+"""Checks of public functions in addition to the dispatcher's, whose messages quote schemas and headers."""
 
 import difflib
 import inspect
@@ -20,7 +20,7 @@ def explain(function: Callable, arguments: dict[str, object]) -> None:
     Nothing is looked at before a call, because that would cost every call time.
 
     Args:
-        function: a public function, whose annotations say what it takes.
+        function: a public function, whose annotations are the types that it takes.
         arguments: those of the call by name, and perhaps more.
 
     Raises:
@@ -56,7 +56,7 @@ def unexpected_keyword(function: Callable, name: str, others: Iterable[str] = ()
 def longest_sequence(cu_seqlens_cpu: object) -> int | None:
     """Tokens of the longest sequence, or None.
 
-    None where reading the offsets would break a traced graph or wait for a device, and where they say no length.
+    None where reading the offsets would break a traced graph or wait for a device, and where they give no length.
     """
     is_readable = type(cu_seqlens_cpu) is torch.Tensor and cu_seqlens_cpu.device.type == "cpu"
     if not is_readable or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
@@ -75,7 +75,7 @@ IGNORED = {
     "head_first": (False,),
     "transpose_state_layout": (False,),
 }
-_INSTEAD = {"transpose_state_layout": "; state_v_first=True says the same"}
+_INSTEAD = {"transpose_state_layout": "; state_v_first=True is the same"}
 
 
 def check_ignored(function: Callable, keywords: dict[str, object]) -> None:

@@ -60,8 +60,8 @@ def _check_shape(call, name, expected, symbols, of_tokens=False):
         return found
 
     _check(call, tensor.dim() == len(expected), text)
-    for size, wanted in zip(tensor.shape, expected, strict=True):
-        _check(call, size == wanted, text)
+    for size, expected_size in zip(tensor.shape, expected, strict=True):
+        _check(call, size == expected_size, text)
 
 
 def _check_device(call, name):
@@ -178,8 +178,8 @@ def _fake_results(call, output_low_level, output_h):
     q = call.q
     (B, T, H_v, V), N = call.v.shape, state_shape[0]
 
-    def empty(wanted, shape, dtype):
-        return q.new_empty(shape if wanted else (0,), dtype=dtype)
+    def empty(requested, shape, dtype):
+        return q.new_empty(shape if requested else (0,), dtype=dtype)
 
     h = empty(output_h, _shape_of_h(call, N), q.dtype)
     return (
@@ -310,7 +310,7 @@ def _check_head_dim(call, name, symbol, dim, most):
 
 
 def _fake_begun(call, N, compute_dtype, workspace_bytes, **of_pass):
-    """Maps and workspace of csrc/halves.h. The GPU's dispatch says how much workspace its kernels take."""
+    """Maps and workspace of csrc/halves.h. The GPU's dispatch returns how much workspace its kernels take."""
     q, (B, T, H_v, V) = call.q, call.v.shape
     H_k, K = q.shape[2:]
     maps = q.new_empty((len(call.map_sequences), H_v, V + K, K), dtype=compute_dtype)

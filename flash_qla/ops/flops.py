@@ -18,11 +18,11 @@ The last two are part of the formula, although the kernels take them from U and 
 
     forward     2 (3 K V + 2 C (K + V))              164 kFLOP at K = V = 128
     backward    2 (8 K V + 5 C (K + V) + 2 C^2)      442 kFLOP at K = V = 128
-    decoding    2 (3 K V): S k, S q and the product of the change with k, which buffered decoding puts off
+    decoding    2 (3 K V): S k, S q and the product of the change with k, which buffered decoding defers
 
 A count has all tokens of the call. It includes tokens after the last offset of cu_seqlens, because the host never reads
-the offsets. Maps of segments and of ranks do not count, because their number depends on the lengths and on the card. If
-a pass comes in halves, the last op has the count of the whole pass.
+the offsets. Maps of splits and of ranks do not count, because their number depends on the lengths and on the card. If
+a pass has several ops, the last one has the count of the whole pass.
 """
 
 import math

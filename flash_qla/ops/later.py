@@ -16,7 +16,7 @@ def when_imported(name: str, function: Callable[[ModuleType], None], otherwise: 
     An error in the function becomes a warning, because the import is another program's.
 
     Args:
-        otherwise: what the warning says, "flash_qla ...": what does not work then.
+        otherwise: the beginning of the warning, "flash_qla ...": what does not work then.
     """
     _waiting.setdefault(name, []).append((function, otherwise))
     if sys.modules.get(name) is not None:

@@ -4,7 +4,7 @@ import collections
 
 import torch
 
-from flash_qla import _binary  # noqa: F401  loads the library, or says what is missing in a tree that was not built
+from flash_qla import _binary  # noqa: F401  loads the library, or reports what is missing in a tree without a build
 
 forward = torch.ops.flash_qla.chunk_gated_delta_rule.default
 forward_low_level = torch.ops.flash_qla.chunk_gated_delta_rule_fwd.default

@@ -110,10 +110,10 @@ def _strategies_of(op):
     def check_unmoved(specs, over_heads):
         for name, spec in specs.items():
             for i, placement in enumerate(spec.placements):
-                wanted = placement_of(name, _HEADS if i in over_heads else None)
-                if placement != wanted:
+                expected = placement_of(name, _HEADS if i in over_heads else None)
+                if placement != expected:
                     why = f" on dimension {i} of the mesh, like the other arguments: the op writes in place"
-                    refuse(name, spec, [repr(wanted)], why)
+                    refuse(name, spec, [repr(expected)], why)
 
     def strategies(*args, **kwargs):
         call = call_type(*args, **kwargs)

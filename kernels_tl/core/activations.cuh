@@ -1,5 +1,5 @@
-// Gates and betas of a call: any floating dtype, ready or raw. `activations` says how to read and transform them:
-// Activation in layout.py.
+// Gates and betas of a call: any floating dtype, activated or pre-activation. `activations` encodes both: Activation in
+// layout.py.
 #pragma once
 
 #include "core/warp.cuh"
@@ -15,7 +15,7 @@ __device__ __forceinline__ __half from_float(__half, float x) { return __float2h
 template <typename Use>
 __device__ __forceinline__ void with_dtype(int activations, int bit, Use use) {
   const int dtype = activations >> bit & 3;
-  if (dtype == Dtype::kFloat32) [[likely]] {  // ready gates are fp32; a switch would jump through a table
+  if (dtype == Dtype::kFloat32) [[likely]] {  // activated gates are fp32; a switch would jump through a table
     use(float());
   } else if (dtype == Dtype::kBfloat16) {
     use(__nv_bfloat16());
@@ -141,8 +141,8 @@ __device__ __forceinline__ float activated_beta_slope(float x, int activations) 
   return beta_factor(activations) * sigmoid_slope(x);
 }
 
-// The log decay and the step size of a head's token, from numbers that are raw or ready. Both ways are computed,
-// without a branch: the compiler then computes the activations while other results are on their way.
+// The log decay and the step size of a head's token, activated or not before. Both cases are computed, without a
+// branch: the compiler then computes the activations while loads are in flight.
 __device__ __forceinline__ float log_decay(float x, const GateBits& bits, int activations) {
   const float activated = HeadGate(bits, activations)(x);
   return activations & Activation::kGate ? activated : limit_decay(x);

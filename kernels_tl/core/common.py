@@ -17,7 +17,7 @@ from kernels_tl.layout import BLOCK, CHUNK, TRIANGLE
 C = CHUNK
 
 # Index arithmetic is in bounds by construction (the plan clamps), so the compiler's own bounds checks are not
-# wanted; warp specialisation is written out, never inferred.
+# needed; warp specialisation is written out, never inferred.
 PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,
     "tl.disable_warp_specialized": True,
@@ -41,7 +41,7 @@ def swizzled(buffer):
 
 
 def accumulator(shape):
-    """The layout of an accumulator of WGMMA, for a matrix that no gemm reads or writes: 64 rows a warpgroup."""
+    """The layout of an accumulator of WGMMA, for a matrix that no gemm reads or writes: 64 rows per warpgroup."""
     return tilelang.layout.Fragment(
         shape, lambda i, j: (32 * (i // 16) + i % 8 * 4 + j % 8 // 2, j // 8 * 4 + i % 16 // 8 * 2 + j % 2)
     )
@@ -115,7 +115,7 @@ def extern(name, *args, returns="handle"):
     return T.call_extern(returns, f"flash_qla::device::{name}", *args)
 
 
-# A kernel that calls pdl_sync may start before the kernel ahead of it has ended. EARLY of its module names the
+# A kernel that calls pdl_sync may start before its predecessor has ended. EARLY of its module names the
 # parameters that it touches before pdl_sync, and why that is safe for each:
 #
 #   the name of a kernel   that kernel's last launch before this one has ended by then

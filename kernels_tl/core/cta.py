@@ -1,4 +1,4 @@
-"""Resources of a CTA: shared memory, barriers, and the pieces of work that it processes."""
+"""Resources of a CTA: shared memory, barriers, and the work tiles that it processes."""
 
 import math
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from tvm.script.ir_builder import IRBuilder
 from kernels_tl.core.common import C, element_type, extern, load_early, strides_of, swizzled
 from kernels_tl.layout import WIDE_TILE, SegmentColumn
 
-SHARED_LIMIT = 226  # KB a CTA of sm_90, less one for its barriers
+SHARED_LIMIT = 226  # KB per CTA of sm_90, less one for its barriers
 BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "bits16": 2, "float8": 1}
 
 
@@ -31,12 +31,12 @@ def shared(kilobytes, swizzle=(), **buffers):
     TMA's swizzle and no gemm reads."""
     total = kilobytes_of(buffers)
     assert total == kilobytes <= SHARED_LIMIT, f"{total} KB of shared memory, not {kilobytes}"
-    made = {name: T.alloc_shared(shape, dtype) for name, (shape, dtype) in buffers.items()}
-    for name, buffer in made.items():
+    allocated = {name: T.alloc_shared(shape, dtype) for name, (shape, dtype) in buffers.items()}
+    for name, buffer in allocated.items():
         IRBuilder.name(f"{name}_s", buffer)
     if swizzle:
-        T.annotate_layout({made[name]: swizzled(made[name]) for name in swizzle})
-    return SimpleNamespace(**made)
+        T.annotate_layout({allocated[name]: swizzled(allocated[name]) for name in swizzle})
+    return SimpleNamespace(**allocated)
 
 
 def barriers(**arrivals):
@@ -53,18 +53,18 @@ class Variables:
     """A thread's 32-bit variables, each `name=initial value`; reading an attribute reads the variable."""
 
     def __init__(self, **initial):
-        self._made = {}
+        self._buffers = {}
         self.and_also(**initial)
 
     def and_also(self, **initial):
-        made = {name: T.alloc_var("int32", init=value) for name, value in initial.items()}
-        for name, buffer in made.items():
+        allocated = {name: T.alloc_var("int32", init=value) for name, value in initial.items()}
+        for name, buffer in allocated.items():
             IRBuilder.name(name, buffer)
-        self._made |= made
+        self._buffers |= allocated
         return self
 
     def __getattr__(self, name):
-        return self._made[name][0]
+        return self._buffers[name][0]
 
 
 class Segment(Variables):
@@ -82,19 +82,19 @@ def z_slot(segment, reverse=False):
 
 
 class Pieces:
-    """Pieces of work: `tiles` parts of the value rows of each head of each segment, in the order of the segments."""
+    """Work tiles: `tiles` parts of the value rows of each head of each segment, in the order of the segments."""
 
     def __init__(self, segment_slots, H_v, tiles=1):
         self.H_v, self.tiles = T.Cast("int32", H_v), tiles
-        self.of_all = Variables(pieces=T.Cast("int32", segment_slots * H_v) * tiles)
+        self.totals = Variables(pieces=T.Cast("int32", segment_slots * H_v) * tiles)
 
     @property
     def pieces(self):
-        return self.of_all.pieces
+        return self.totals.pieces
 
     @T.inline
     def at(self, number):
-        """A piece by its number: segment, value head hv, tile."""
+        """A work tile by its number: segment, value head hv, tile."""
         work = T.alloc_var("int32", init=number)
         part = T.alloc_var("int32", init=T.truncdiv(work, self.tiles))
         segment = T.alloc_var("int32", init=T.truncdiv(part, self.H_v))
@@ -107,7 +107,7 @@ def grid_of_tiles(sizes):
 
 
 def locate_cta(cta, H_v, tiles):
-    """The piece of work of a CTA of [segments * H_v * tiles]: segment slot, value head hv, tile, and v0, its first
+    """The work tile of a CTA of [segments * H_v * tiles]: segment slot, value head hv, tile, and v0, its first
     value row, of tiles of WIDE_TILE."""
     piece = Variables(part=T.truncdiv(cta, tiles))
     piece.and_also(slot=T.truncdiv(piece.part, T.Cast("int32", H_v)), tile=cta - piece.part * tiles)
@@ -133,7 +133,7 @@ def load_segment_early(segments, segment):
 
 
 def locate_tile(cta, sizes, segments):
-    """The piece of work and the segment of a CTA of grid_of_tiles."""
+    """The work tile and the segment of a CTA of grid_of_tiles."""
     piece = locate_cta(cta, sizes.H_v, T.truncdiv(T.Cast("int32", sizes.value_rows), WIDE_TILE))
     return piece, load_segment_early(segments, piece.slot)
 
@@ -172,14 +172,14 @@ def clear_rows_after(tile, valid, threads, *stage):
     """Rows i >= valid of tile[stage] become 0, in panels of 64 x 64 as TMA lays them out. `threads` consecutive threads
     call it. Rows after the sequence belong to others and may hold NaN, which a factor of 0 does not remove."""
     inner = [int(extent) for extent in tile.shape[len(stage) :]]
-    place = T.access_ptr(tile[(*stage, *[0] * len(inner))], "rw")
-    return extern("clear_rows_after", place, math.prod(inner) // (C * C), valid, threads)
+    begin = T.access_ptr(tile[(*stage, *[0] * len(inner))], "rw")
+    return extern("clear_rows_after", begin, math.prod(inner) // (C * C), valid, threads)
 
 
 @T.macro
 def store_rows(tiles, w, rows, row, hv, column, valid):
     """rows[row + i, hv, column + j] = tiles[w, i, j] for i < valid and j < 64, within rows' width. One warp calls it. A
-    chunk with fewer tokens takes no box of TMA, because the box would go on into the next sequence."""
+    chunk with fewer tokens is not stored by TMA, because the box would reach into the next sequence."""
     if valid >= C:
         T.fence_proxy_async()
         T.tma_copy(tiles[w, :, :], rows[row : row + C, hv, column : column + C], leader_scope_threads=32)

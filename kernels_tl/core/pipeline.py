@@ -1,13 +1,16 @@
 """Stages of shared memory between the roles of a CTA.
 
-A role that loads and roles that compute share rings of tiles. Chunk n goes to stage n % stages of a ring. Each stage
-has barriers: by convention `xs_loaded` completes when the loader's tiles have arrived, `xs_released` when all users
-have arrived after their last read. A barrier completes once a round, n // stages, so
+The producer warp and the roles that compute share rings of tiles. Chunk n goes to stage n % stages of a ring. Each
+stage has barriers: by convention `xs_loaded` completes when the producer warp's tiles have arrived, `xs_released` when
+all users have arrived after their last read. A barrier completes once per round, n // stages, so
 
     to use chunk n     wait for the parity of its round
     to refill a stage  wait for the other parity, which in the first round passes at once
 
 A ring of one stage is a pair of barriers without an index, whose round is n.
+
+The kernels' docstrings have timelines: a row per role, time to the right, not to scale. `x>` waits for barrier x, `>x`
+arrives at it, and a number is the chunk's. Waits that pass at once in the first chunks are left out.
 """
 
 import tilelang.language as T
@@ -38,11 +41,11 @@ def stage_of(n, stages, index=None):
     return Stage(n % stages if index is None else index, (n // stages) % 2)
 
 
-def is_loader(consumers):
-    """Whether a producer's thread is in the first warp after the consumers."""
+def is_producer_warp(consumers):
+    """Whether a producer thread is in the producer warp, the first one after the consumers."""
     return T.get_thread_binding() < consumers + WARP
 
 
-def storer(consumers):
-    """The consumer warpgroup whose results the thread's warp stores: the warps after the loader's. -1: the loader."""
+def epilogue_warp(consumers):
+    """The consumer warpgroup whose epilogue warp the thread is in: the warps after the producer warp, which is -1."""
     return T.truncdiv(T.get_thread_binding() - consumers, WARP) - 1

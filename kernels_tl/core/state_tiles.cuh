@@ -33,7 +33,7 @@ __device__ __forceinline__ void fetch_state(Barrier& barrier, void* to, const vo
 
 // use(i, at) for each element of a thread: register i of its fragment, byte `at` in shared memory. K rows of kColumns
 // columns lie in K / 64 warpgroups as fragments of 64 rows. In shared memory they are K / 32 tiles of kColumns columns
-// by 32 rows, with 32 floats a column under the 128-byte swizzle. No two lanes of a warp meet in a bank.
+// by 32 rows, with 32 floats per column under the 128-byte swizzle. No two lanes of a warp meet in a bank.
 template <int kColumns, typename Use>
 __device__ __forceinline__ void for_columns(Use use) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = 2 * (lane % 4);

@@ -7,14 +7,14 @@ from kernels_tl.layout import FROM_SCAN, Dtype
 
 
 class StateView:
-    """States [slots, H_v, key_dim, value_dim] or [slots, H_v, value_dim, key_dim] from the pointer `numbers` on.
+    """States [slots, H_v, key_dim, value_dim] or [slots, H_v, value_dim, key_dim] from the pointer `elements` on.
 
     `strides` are the element strides of v and of k within a state, so the layout is a run-time number. The slots of a
     pool are `slot_stride` elements apart; None: they follow one another. `dtype` is a Dtype, of 8 bits only if
     `float8`. States of 8 or 16 bits have V first."""
 
-    def __init__(self, numbers, H_v, key_dim, value_dim, strides, slot_stride=None, dtype=Dtype.FLOAT32, float8=False):
-        self.numbers, self.dtype, self.float8 = numbers, dtype, str(float8).lower()
+    def __init__(self, elements, H_v, key_dim, value_dim, strides, slot_stride=None, dtype=Dtype.FLOAT32, float8=False):
+        self.elements, self.dtype, self.float8 = elements, dtype, str(float8).lower()
         self.key_dim, self.value_dim = T.Cast("int32", key_dim), T.Cast("int32", value_dim)
         self.stride_v, self.stride_k = strides
         self.H_v, self.slot_stride = H_v, slot_stride
@@ -34,7 +34,7 @@ class StateView:
             state = (T.Cast("int64", slot) * self.H_v + hv) * head
         else:
             state = T.Cast("int64", slot) * self.slot_stride + T.Cast("int64", hv) * head
-        return extern(f"number_at<{self.float8}>", self.numbers, self.dtype, state + v * self.stride_v)
+        return extern(f"number_at<{self.float8}>", self.elements, self.dtype, state + v * self.stride_v)
 
     def read_columns(self, fragment, slot, hv, v):
         """Reads the warpgroups' columns of S, from value row v on; zeros for columns that the state lacks."""
@@ -62,15 +62,15 @@ CHECKPOINT, FINAL = 0, 1
 
 def chosen(first, a, b):
     """States a if `first`, else b. They may differ in address, slot stride and dtype only."""
-    numbers = extern("chosen", first, a.numbers, b.numbers)
+    elements = extern("chosen", first, a.elements, b.elements)
     slot_stride, dtype = (T.Select(first, getattr(a, x), getattr(b, x)) for x in ("slot_stride", "dtype"))
     strides = (a.stride_v, a.stride_k)
-    return StateView(numbers, a.H_v, a.key_dim, a.value_dim, strides, slot_stride, dtype, a.float8 == "true")
+    return StateView(elements, a.H_v, a.key_dim, a.value_dim, strides, slot_stride, dtype, a.float8 == "true")
 
 
 class FirstState:
-    """The first state of a piece of work: in the caller's slot `slot` of `initial` or, FROM_SCAN, in segment_scan's
-    tensor `scanned`, which is V-first, in fp32, with K channels a row."""
+    """The first state of a work tile: in the caller's slot `slot` of `initial` or, FROM_SCAN, in segment_scan's
+    tensor `scanned`, which is V-first, in fp32, with K channels per row."""
 
     def __init__(self, slot, initial, scanned):
         self.slot, self.initial, self.scanned = slot, initial, scanned

@@ -1,6 +1,6 @@
 // Tiles of 64 x 64 elements between a warpgroup's WGMMA fragment and shared memory, transposed on the way.
 //
-// A fragment is fp32, 32 registers a thread: with w the warp, g = lane / 4 and t = lane % 4, register 4n + e is row
+// A fragment is fp32, 32 registers per thread: with w the warp, g = lane / 4 and t = lane % 4, register 4n + e is row
 // 16w + g + 8 (e / 2), column 8n + 2t + e % 2. The shared tiles are 16-bit, 64 rows of 128 bytes under TMA's swizzle.
 #pragma once
 

@@ -42,8 +42,8 @@ __device__ __forceinline__ int as_of_lane(int x) { return x + (threadIdx.x >= bl
 // an entry of an earlier call.
 __device__ __forceinline__ int load_early(const void* from) { return __ldcg(static_cast<const int*>(from)); }
 
-// The first of the pieces first, first + step, ... that `is_wanted` says, or `pieces`. A whole warp calls it; lane i
-// looks at the i-th of 32 pieces.
+// The first of the work tiles first, first + step, ... for which is_wanted(tile), or `pieces`. A whole warp calls it;
+// lane i tests the i-th of 32.
 template <typename IsWanted>
 __device__ __forceinline__ int next_wanted(int first, int step, int pieces, IsWanted is_wanted) {
   const int lane = threadIdx.x & 31;
@@ -108,7 +108,7 @@ __device__ __forceinline__ float2 unpack_float8(int dtype, uint32_t pair) {
 struct Bits16 {
   uint16_t bits;
 };
-// Returns use(format). The format of Bits16 is a __nv_bfloat16 or a __half, as `dtype` says. The format of Float8 is a
+// Returns use(format). The format of Bits16 is a __nv_bfloat16 or a __half, by `dtype`. The format of Float8 is a
 // constant: whether it is e5m2. Any other number T is its own format, and `dtype` is not used.
 template <typename T, typename Use>
 __device__ __forceinline__ auto with_format(int dtype, Use use) {

@@ -27,7 +27,7 @@ class Decode {
   const DecodeTokens& tokens;
   const DecodeStates& states;
   Element* const o;
-  void* const tiles;  // shared memory for rows of the state: PATHS of decode.py says how many
+  void* const tiles;  // shared memory for rows of the state: PATHS of decode.py has how many
   const int64_t o_stride;
   const DecodeShare& share;
   const int K_, V_, N;
@@ -177,7 +177,7 @@ class Decode {
     }
   }
 
-  // The next group's rows of the state are copied while the tokens go through this group's.
+  // The next group's rows of the state are copied while the tokens are applied to this group's.
   __device__ __forceinline__ void in_blocks(Blocks& shared, int64_t begin, int count, int64_t slot) const {
     using Block = StateBlock<K>;
     using Tiles = typename Block::Tile[kDecodeWarps];  // each warp has its own
@@ -234,7 +234,7 @@ class Decode {
     }
   }
 
-  // All tokens go through the state together, whichever states are kept.
+  // All tokens are processed together, whichever states are kept.
   template <int kTokens>
   __device__ __forceinline__ void by_tensor_cores(auto& shared, int64_t begin, int count, int64_t slot) const {
     if constexpr (kPath == DecodePath::kTensorCores) {
@@ -253,10 +253,10 @@ class Decode {
         }
         commit_copies();
       }
-      const auto own = shared.prepare_gates(plan, tokens, states, share.n, begin, count, slot);
+      const auto gates = shared.prepare_gates(plan, tokens, states, share.n, begin, count, slot);
       wait_for_copies<kTurns>();
       __syncthreads();
-      shared.prepare(tokens, own);
+      shared.prepare(tokens, gates);
 #pragma unroll 1
       for (int turn = 0; turn < kTurns && unit(turn) * kMmaRows < rows; ++turn) {
         turn == 0 ? wait_for_copies<kTurns - 1>() : wait_for_copies<0>();

@@ -1,14 +1,14 @@
-"""The recurrence over one or a few tokens of each sequence, on states that lie in a pool: with gamma = exp(g),
+"""The recurrence over one or a few tokens of each sequence, on states in a pool: with gamma = exp(g),
 
-    g, beta  = a and b or, as activations say, their activations
+    g, beta  = a and b or, by `activations`, their activations
     change   = beta (v - gamma S k)
     o        = scale (gamma S q + change (k^T q))
     S'       = gamma S + change k^T
 
 Sums are in fp32. S [V, K] is written to each requested slot. q and k are normalised if the l2norm is inside.
 
-    q, k           [tokens, H_k, key_dim]           a, b         [tokens, H_v], of the dtypes that activations say
-    v, o           [tokens, H_v, value_dim]         A_log        [H_v] if a is raw; dt_bias, too, if there is one
+    q, k           [tokens, H_k, key_dim]           a, b         [tokens, H_v], dtypes by `activations`
+    v, o           [tokens, H_v, value_dim]         A_log        [H_v] if a is pre-activation; dt_bias, if any
     state_pool     [slots, H_v, value_dim, key_dim] kept_states  [rows, steps, H_v, value_dim, key_dim], if any
     offsets        [N + 1]                          tables of indices: int32, int64 or absent
     state_indices  [N, columns]                     without state_indices a sequence's slot is its number
@@ -23,29 +23,29 @@ several places, so that several CTAs share a tile and the SMs end at the same ti
 group.
 
 A state is read once from memory, whatever the number of tokens. A warp copies 512 neighbouring bytes of it at a time.
-There are five paths, each a kernel. States of 8 bits have only one_token and rows. Keys of more than 128 channels have
-only one_token, rows and key_first, on states of 8 bits only rows; their kernels take tokens and states in bf16 and in
-fp16 (`bits16` in instances.py). The paths:
+There are five paths, each a kernel. States of 8 bits have only one_token and rows. K > 128 has only one_token, rows and
+key_first, on states of 8 bits only rows; these kernels take tokens and states in bf16 and in fp16 (`bits16` in
+instances.py). The paths:
 
-- one_token: each sequence has one token. A warp takes eight value rows, or four of keys of more than 128 channels. A
-  lane takes 16 bytes of each of its rows, straight between memory and registers (decode/decode_rows.cuh). Warps share
-  nothing, so many warps fit an SM.
-- rows: tokens go through the value rows one by one, whichever states are kept. All value rows share q, k and gates, so
+- one_token: each sequence has one token. A warp takes eight value rows, or four with K > 128. A lane moves 16 bytes of
+  each of its rows directly between memory and registers (decode/decode_rows.cuh). Warps share nothing, so many fit an
+  SM.
+- rows: tokens are processed one by one, whichever states are kept. All value rows share q, k and gates, so
   a CTA prepares each token once, in shared memory (decode/decode_tokens.cuh). In a tree of tokens the states of
   ancestors are computed again from the initial state, which is still in shared memory.
-- blocks, on fp32 states, if only the last state is kept: up to four tokens go through a state together
+- blocks, on fp32 states, if only the last state is kept: up to four tokens are processed together
   (decode/decode_blocks.cuh). All products use the state before the block, so the tokens' sums do not wait for each
   other. Products of keys with keys and queries, computed once for a CTA, add the changes of the other tokens. The next
   value rows are copied meanwhile.
 - tensor_cores, with tokens and states in bf16: two to eight tokens together, whichever states are kept
   (decode/decode_mma.cuh). A warp's left factor is 16 value rows of the initial state, its right factor is all keys and
-  queries. A later state takes one more product: the changes, in two parts of 16 bits, with the keys.
+  queries. Each extra state costs one MMA: changes (two 16-bit parts) times keys.
 - key_first, on states [.., key_dim, value_dim]: as rows, also for one token (decode/decode_key_first.cuh). Value rows
-  lie side by side in memory, so a CTA moves its 32 rows together, through shared memory: 128 neighbouring bytes of a
+  are adjacent in memory, so a CTA moves its 32 rows together, through shared memory: 128 neighbouring bytes of a
   key in fp32. The registers, and so the sums, are the same as in rows on fp32 states.
 
 Every path but key_first takes a sequence of one token as one_token does, and a sequence of more than eight tokens as
-rows does. The order of all sums is the same wherever a sequence lies in a batch.
+rows does. The order of all sums does not depend on the batch.
 
 The states of the first sequences are prefetched into L2 while the preceding grid still runs.
 """
@@ -80,8 +80,8 @@ PATHS = {
 
 
 class DecodeInputs(Bundle):
-    """The tokens, [tokens, heads, channels] in the caller's strides, and their gates and betas, raw or ready.
-    `activations`, an Activation, says which, and holds their dtypes. `tokens` is the first dimension."""
+    """The tokens, [tokens, heads, channels] in the caller's strides, and their gates and betas, activated or not
+    by `activations`, an Activation, which also holds their dtypes. `tokens` is the first dimension."""
 
     def __init__(self, tokens, dtype):
         H_k, key_dim, H_v, value_dim = dims("H_k", "key_dim", "H_v", "value_dim")

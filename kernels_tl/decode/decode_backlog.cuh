@@ -1,4 +1,4 @@
-// The backlog of a state that lags: its place in memory, and its keys and changes in shared memory; see
+// A replay buffer of deferred state writes: where it is in memory, and its keys and changes in shared memory; see
 // decode/decode_buffered.py. The token that it is multiplied with is here, too.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace flash_qla::device {
 
-static_assert(kDecodeBacklog == kWarp);  // each lane has one step of the backlog
+static_assert(kDecodeBacklog == kWarp);  // each lane has one step of the replay buffer
 
 __device__ __forceinline__ Table no_table() { return Table(nullptr, TableKind::kNone, 1, 1); }
 
@@ -32,19 +32,19 @@ class Entry {
   int low_ = 0, high_ = 0;
 };
 
-// The backlogs of all slots, and a head's place in them. `changes` and `keys` point to slot 0, `gates` to the value
-// head's part of slot 0. Strides go from slot to slot, in elements.
+// The replay buffers of all slots, and a head's place in them. `changes` and `keys` point to slot 0, `gates` to the
+// value head's part of slot 0. Strides go from slot to slot, in elements.
 struct DecodeBacklog {
   void *changes, *keys;  // in the element type of k, or in fp32
   float* gates;
   int64_t change_stride, key_stride, gate_stride;
   Table positions, flushes;
-  int length;     // most steps of a backlog
+  int length;     // most steps of a replay buffer
   int key_head;   // the head of k
   bool is_first;  // whether the value head is the first one of its group, which writes the key
   bool fp32_changes, fp32_keys;
 
-  // Offsets of the first key and of the first change of a head's backlog.
+  // Offsets of the first key and of the first change of a head's replay buffer.
   __device__ __forceinline__ int64_t first_key(int64_t slot, int key_dim) const {
     return slot * key_stride + int64_t{key_head} * length * key_dim;
   }
@@ -65,7 +65,7 @@ class SequenceEntries {
   __device__ __forceinline__ int64_t slot(const FirstSlots& slots, int n) const {
     return slots.indices ? slots.checked(index_()) : n;
   }
-  // The number of steps in the backlog.
+  // The number of steps in the replay buffer.
   __device__ __forceinline__ int steps(const DecodeBacklog& backlog) const {
     return static_cast<int>(clamp(position_(), 0, backlog.length - 1));
   }
@@ -75,8 +75,8 @@ class SequenceEntries {
   const Entry index_, position_, flush_;
 };
 
-// Prefetches a head's backlog into L2, as prefetch_state does with the state. One CTA of each head calls it. Warp 1
-// does it, because warp 0 runs prefetch_state: neither waits for the other's loads.
+// Prefetches a head's replay buffer into L2, as prefetch_state does with the state. One CTA of each head calls it. Warp
+// 1 does it, because warp 0 runs prefetch_state: neither waits for the other's loads.
 template <typename Element>
 __device__ __forceinline__ void prefetch_backlog(const FirstSlots& slots, const DecodeBacklog& backlog, int head, int n,
                                                  int key_dim, int value_dim) {
@@ -191,7 +191,7 @@ class TokenRows {
   alignas(16) Element v_[kTileRows];
 };
 
-// The keys of a head's backlog, copied to shared memory. A row has key_dim elements, as in global memory.
+// The keys of a head's replay buffer, copied to shared memory. A row has key_dim elements, as in global memory.
 template <typename Element, int K>
 class BacklogKeys {
  public:
@@ -308,7 +308,8 @@ class BacklogKeys {
   const int steps_, key_dim_;
 };
 
-// The changes of a head's backlog in a part's kRows value rows. One warp of the part copies them to shared memory.
+// The changes of a head's replay buffer in a part's kRows value rows. One warp of the part copies them to shared
+// memory.
 template <typename Element, int kRows>
 class BacklogChanges {
  public:

@@ -1,4 +1,4 @@
-// Several tokens of a sequence through its state together, in blocks; see decode/decode.py.
+// Several tokens of a sequence processed together, in blocks; see decode/decode.py.
 #pragma once
 
 #include "decode/decode_rows.cuh"
@@ -51,7 +51,7 @@ struct Relations {
 // kDecodeWarpRows value rows of an fp32 state in a warp's registers, from `row` of the CTA's rows on. kDecodeLanes
 // lanes share a row: each has every kDecodeLanes-th quad of its channels. A lane has kDecodeLaneRows rows,
 // kDecodeGroups apart. Rows go to and from memory through a tile in shared memory, where they lie as in the state:
-// memory is faster with 512 neighbouring bytes a warp.
+// memory is faster with 512 neighbouring bytes per warp.
 template <int K>
 class StateBlock {
  public:
@@ -97,7 +97,7 @@ class StateBlock {
     });
   }
 
-  // Takes the state S through kTokens tokens from `first` on, each the successor of the one before. With several tokens
+  // Applies kTokens tokens from `first` on to the state S, each the successor of the one before. With several tokens
   // `first` is the first token of a block.
   //
   //   S_t = decay_t S_t-1 + change_t k_t^T

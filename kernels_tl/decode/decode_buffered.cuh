@@ -1,12 +1,12 @@
-// One token of a sequence on value rows of a state that lags. The backlog has the steps that the state lacks; see
-// decode/decode_buffered.py.
+// One token of a sequence on value rows of a state with deferred writes. The replay buffer has the steps that the state
+// lacks; see decode/decode_buffered.py.
 #pragma once
 
 #include "decode/decode_buffered_mma.cuh"
 
 namespace flash_qla::device {
 
-// StateRows of a state that lags, multiplied in fp32. A CTA always has four parts of eight rows, one for each warp.
+// StateRows of such a state, multiplied in fp32. A CTA always has four parts of eight rows, one for each warp.
 template <typename Element, typename State, int K>
 class LaggingRows : public StateRows<State, K> {
  public:
@@ -80,7 +80,7 @@ class LaggingRows : public StateRows<State, K> {
     return {change, sum + __shfl_xor_sync(~0u, change, L::kLanes / 2) * token.qk};
   }
 
-  // Writes decay S_0 + change k^T + sum of c_i d_i k_i^T over the steps of the backlog.
+  // Writes decay S_0 + change k^T + sum of c_i d_i k_i^T over the steps of the replay buffer.
   __device__ __forceinline__ void flush(State* state, const Tile& tile, const Token& token, const Keys& keys,
                                         const Changes& changes, const BacklogFactors& factors, float decay,
                                         float change, int steps) {

@@ -1,20 +1,20 @@
-"""One token of each sequence, on states that lag. A state S_0 in the pool lacks the last steps of its slot, whose
-changes d_i, keys k_i and log decays g_i are in a backlog. c_i is the product of exp(g) over the token and all steps
-after step i; c_0 is the product over the token and all steps.
+"""One token of each sequence, with deferred state writes. A state S_0 in the pool lacks the last steps of its slot,
+whose changes d_i, keys k_i and log decays g_i are in a replay buffer. c_i is the product of exp(g) over the token and
+all steps after step i; c_0 is the product over the token and all steps.
 
     g, beta  = the activations of a and b
     change   = beta (v - c_0 S_0 k - sum of c_i d_i (k_i^T k))
     o        = scale (c_0 S_0 q + sum of c_i d_i (k_i^T q) + change (k^T q))
 
-If the backlog has room, change, k and g become its next step, and S_0 stays. If it has no room, or if the caller forces
-a flush, the state is written, and the backlog is empty afterwards:
+If the replay buffer has room, change, k and g become its next step, and S_0 stays. If it has no room, or if the caller
+forces a flush, the state is written, and the replay buffer is empty afterwards:
 
     S_0'     = c_0 S_0 + sum of c_i d_i k_i^T + change k^T
 
-Sums are in fp32. A backlog has keys before the l2norm, so 16-bit keys are exact. d_i includes the factor of its key's
-l2norm.
+Sums are in fp32. A replay buffer has keys before the l2norm, so 16-bit keys are exact. d_i includes the factor of its
+key's l2norm.
 
-    q, k           [N, H_k, key_dim]                    a, b        [N, H_v], raw, of the dtypes that activations say
+    q, k           [N, H_k, key_dim]                    a, b        [N, H_v], dtypes by `activations`
     v, o           [N, H_v, value_dim]                  A_log       [H_v]; dt_bias [H_v], if any
     state_pool     [slots, H_v, value_dim, key_dim]
     d_cache        [slots, H_v, length, value_dim]      k_cache     [slots, H_k, length, key_dim]
@@ -24,17 +24,19 @@ l2norm.
 d_cache and k_cache are in the dtype of q, or in fp32. csrc/gpu/decode.cpp launches [tiles of value rows, H_v, N] CTAs.
 
 - A CTA has `parts` parts of the value rows. One warp of a part copies the part's changes and computes its outputs.
-- One bulk copy brings a CTA's rows of S_0 to shared memory; other bulk copies bring the token and the backlog's keys.
+- One bulk copy brings a CTA's rows of S_0 to shared memory; other bulk copies bring the token and the replay buffer's
+  keys.
 - All value rows need some numbers, which the warps compute once for the CTA (decode/decode_factors.cuh). One warp
-  computes the gates, one the products k^T k, k^T q and q^T q. Two warps multiply the backlog's keys with k and q on
-  tensor cores: a left factor is 16 keys, the right factor has k and q as columns.
+  computes the gates, one the products k^T k, k^T q and q^T q. Two warps multiply the replay buffer's keys with k and q
+  on tensor cores: a left factor is 16 keys, the right factor has k and q as columns.
 - If S_0 has the dtype of the tokens, its rows are left factors, too (decode/decode_buffered_mma.cuh). A part has 16
   rows. A CTA has four parts or, in small calls, two. Then the warps of the gates and of the first keys have no rows, so
-  rows do not wait for these factors in turn. The l2norm is applied to the products, so the factors of the mmas are
-  exact. To write the state, the CTA multiplies changes and keys in TF32. Keys are exact there; a change has two terms.
+  no row waits for these factors and then for its own products. The l2norm is applied to the products, so the factors of
+  the mmas are exact. To write the state, the CTA multiplies changes and keys in TF32. Keys are exact there; a change
+  has two terms.
 - Other states are multiplied in fp32 (decode/decode_buffered.cuh): four parts of eight rows.
-- The lanes that share a row share the backlog's steps. Each lane adds its steps to its own part of the sums S_0 k and
-  S_0 q, so the sums over the steps need no reduction of their own.
+- The lanes that share a row share the replay buffer's steps. Each lane adds its steps to its own part of the sums S_0 k
+  and S_0 q, so the sums over the steps need no reduction of their own.
 
 The states of the first sequences are prefetched into L2 while the preceding grid still runs.
 """
@@ -57,8 +59,8 @@ PRELUDE = """
 
 
 class DecodeBacklog(Bundle):
-    """The backlogs of all slots, and the tables that say which of their steps a call uses. The flags fp32_changes and
-    fp32_keys say whether d_cache and k_cache are in fp32."""
+    """The replay buffers of all slots, and the tables of the steps that a call uses. The flags fp32_changes and
+    fp32_keys tell whether d_cache and k_cache are in fp32."""
 
     def __init__(self, N, slots, inputs, length, strides):
         H_k, key_dim, H_v, value_dim = inputs.H_k, inputs.key_dim, inputs.H_v, inputs.value_dim

@@ -1,5 +1,6 @@
-// One token of a sequence on value rows of a state that lags, by tensor cores: 16 rows a warp. Tokens and states have
-// the same 16-bit dtype, so rows of S_0 become left factors without a conversion; see decode/decode_buffered.py.
+// One token of a sequence on value rows of a state S_0 with a replay buffer, by tensor cores: 16 rows per warp. Tokens
+// and states have the same 16-bit dtype, so rows of S_0 become left factors without a conversion; see
+// decode/decode_buffered.py.
 #pragma once
 
 #include "decode/decode_factors.cuh"
@@ -76,8 +77,8 @@ class MmaLaggingRows {
     return {change, sum + __shfl_xor_sync(~0u, change, 2) * token.qk};
   }
 
-  // Writes decay S_0 + change k^T + sum of c_i d_i k_i^T over the steps of the backlog. The sums of outer products are
-  // one product of changes and keys in TF32. Keys are exact; a change has two parts of 11 bits.
+  // Writes decay S_0 + change k^T + sum of c_i d_i k_i^T over the steps of the replay buffer. The sums of outer
+  // products are one product of changes and keys in TF32. Keys are exact; a change has two parts of 11 bits.
   __device__ __forceinline__ void flush(Element* state, const Tile& tile, const Token& token, const Keys& keys,
                                         const Changes& changes, const BacklogFactors& factors, float decay,
                                         float change, int steps) const {

@@ -1,12 +1,13 @@
-// The numbers of a token on a state that lags that all value rows of a CTA share: gates, and products of the token and
-// of the backlog's keys; see decode/decode_buffered.py.
+// With deferred state writes, what all value rows of a CTA share: gates, and products of the token and of the replay
+// buffer's keys; see decode/decode_buffered.py.
 #pragma once
 
 #include "decode/decode_backlog.cuh"
 
 namespace flash_qla::device {
 
-// The gates of a token and of its backlog, before they are activated. All loads are in flight before the first use.
+// The gates of a token and of its replay buffer, before they are activated. All loads are in flight before the first
+// use.
 class LaggingGates {
  public:
   __device__ __forceinline__ void load(const DecodeTokens& tokens, int64_t at) {
@@ -27,7 +28,7 @@ class LaggingGates {
   GateBits gate_;
 };
 
-// The numbers of a token on a state that lags. k and q are as they are in memory: `key` is the factor of k (l2norm),
+// A token with deferred state writes. k and q are as they are in memory: `key` is the factor of k (l2norm),
 // `query` the factor of q (l2norm and scale). decay is the decay since S_0. qk is q^T k with both factors.
 struct LaggingToken {
   float key, query, decay, beta, qk;
@@ -41,7 +42,7 @@ class BacklogFactors {
   // The gates warp calls it. of_token is the token's decay. g is the log decay of the lane's step, 0 without a step.
   __device__ __forceinline__ void set_decays(float of_token, float beta, float g) {
     const int lane = threadIdx.x % kWarp;
-    float decays = expf(g);  // from the lane's step to the backlog's last one
+    float decays = expf(g);  // from the lane's step to the replay buffer's last one
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) {
       const float later = __shfl_down_sync(~0u, decays, distance);
@@ -54,8 +55,8 @@ class BacklogFactors {
       beta_ = beta;
     }
   }
-  // All warps call it after the token and the keys have arrived. Products of steps that the backlog does not have are
-  // undefined.
+  // All warps call it after the token and the keys have arrived. Products of steps that the replay buffer does not have
+  // are undefined.
   template <typename Keys, typename Token>
   __device__ __forceinline__ void set_products(const Keys& keys, const Token& token, int steps, int key_dim) {
     static_assert(kFirstTileWarp + 1 == Keys::kTiles && kGatesWarp < kDecodeWarps);

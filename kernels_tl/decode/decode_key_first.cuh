@@ -1,4 +1,4 @@
-// Value rows of a state that lies in memory as [K, V], key by key; see decode/decode.py.
+// Value rows of a state [K, V] in memory, key by key; see decode/decode.py.
 #pragma once
 
 #include "decode/decode_rows.cuh"

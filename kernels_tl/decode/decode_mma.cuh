@@ -1,5 +1,12 @@
-// Two to eight tokens of a sequence on value rows of its state, by tensor cores: 16 rows a warp. Tokens and states are
-// in bf16, so they become factors without a conversion; see decode/decode.py.
+// Two to eight tokens of a sequence on value rows of its state, by tensor cores: 16 rows per warp at a time. Tokens and
+// states are in bf16, so they are operands without a conversion; see decode/decode.py. A warp's timeline, in which only
+// the tokens are shared with other warps:
+//
+//   cp.async    tokens, rows 0, rows 1
+//   warp        gates, places|products, pairs       |rows 0: S0 k, S0 q, changes|o|states 0, 1, ...|rows 1: ...
+//   waits for                |tokens, __syncthreads |rows 0                     | |                |rows 1
+//
+// A state costs one MMA per 16 rows and 8 channels, and leaves from the tile of the rows.
 #pragma once
 
 #include "core/warp.cuh"
@@ -56,16 +63,16 @@ struct MmaTokens {
   }
 
   // Numbers of a lane's token, lane % kTokens, and of its pairs: number `lane` and every kWarp-th after it.
-  struct Own {
+  struct LaneGates {
     static constexpr int kPairsOfLane = 2 * kTokens * kTokens / kWarp;  // pairs of changes, then of outputs
     float beta, since, decays[kPairsOfLane];
   };
 
   // Computes gates and places. Each warp computes them for itself, while rows and states are copied. beta is 0 for
   // missing tokens.
-  __device__ __forceinline__ Own prepare_gates(const DecodePlan& plan, const DecodeTokens& tokens,
-                                               const DecodeStates& states, int n, int64_t begin, int count,
-                                               int64_t slot) {
+  __device__ __forceinline__ LaneGates prepare_gates(const DecodePlan& plan, const DecodeTokens& tokens,
+                                                     const DecodeStates& states, int n, int64_t begin, int count,
+                                                     int64_t slot) {
     OfWarp& here = warps[threadIdx.x / kWarp];
     const int activations = tokens.activations, t = lane() % kTokens;
     const bool there = t < count;
@@ -90,17 +97,17 @@ struct MmaTokens {
       }
     }
     const float g = there ? log_decay(from_bits(a, activations, Activation::kG), bits, activations) : 0.f;
-    Own own;
-    own.beta = there ? step_size(from_bits(b, activations, Activation::kBeta), activations) : 0.f;
+    LaneGates gates_of_lane;
+    gates_of_lane.beta = there ? step_size(from_bits(b, activations, Activation::kBeta), activations) : 0.f;
     float gates[kTokens], since = 0.f;
 #pragma unroll
     for (int s = 0; s < kTokens; ++s) {
       gates[s] = __shfl_sync(~0u, g, s);
       since += path >> s & 1 ? gates[s] : 0.f;
     }
-    own.since = expf(since);
+    gates_of_lane.since = expf(since);
 #pragma unroll
-    for (int i = 0; i < Own::kPairsOfLane; ++i) {
+    for (int i = 0; i < LaneGates::kPairsOfLane; ++i) {
       const Indices at = pair_of_lane(i);
       const uint32_t of_first = __shfl_sync(~0u, path, at.first);
       float decay = 0.f;
@@ -108,13 +115,13 @@ struct MmaTokens {
       for (int s = 1; s < kTokens; ++s) {
         decay += s > at.second && of_first >> s & 1 ? gates[s] : 0.f;
       }
-      own.decays[i] = of_first >> at.second & 1 ? expf(decay) : 0.f;
+      gates_of_lane.decays[i] = of_first >> at.second & 1 ? expf(decay) : 0.f;
     }
-    return own;
+    return gates_of_lane;
   }
 
   // Computes `products`, `factors` and `pairs`, once the rows have arrived.
-  __device__ __forceinline__ void prepare(const DecodeTokens& tokens, const Own& own) {
+  __device__ __forceinline__ void prepare(const DecodeTokens& tokens, const LaneGates& gates_of_lane) {
     OfWarp& here = warps[threadIdx.x / kWarp];
     multiply_rows(here);
     __syncwarp();
@@ -125,18 +132,18 @@ struct MmaTokens {
       key = rsqrtf(here.products[key_row(t)][key_row(t)] + kEps);
       query *= rsqrtf(here.products[query_row(t)][query_row(t)] + kEps);
     }
-    const float change = own.beta * key * key;
+    const float change = gates_of_lane.beta * key * key;
     if (lane() < kTokens) {
-      here.factors[kValue][t] = own.beta * key;
-      here.factors[kKey][t] = change * own.since;
-      here.factors[kQuery][t] = query * own.since;
-      here.factors[kSince][t] = own.since;
+      here.factors[kValue][t] = gates_of_lane.beta * key;
+      here.factors[kKey][t] = change * gates_of_lane.since;
+      here.factors[kQuery][t] = query * gates_of_lane.since;
+      here.factors[kSince][t] = gates_of_lane.since;
     }
 #pragma unroll
-    for (int i = 0; i < Own::kPairsOfLane; ++i) {
+    for (int i = 0; i < LaneGates::kPairsOfLane; ++i) {
       const auto [which, first, second] = pair_of_lane(i);
       const float of_change = __shfl_sync(~0u, change, first), of_output = __shfl_sync(~0u, query, first);
-      const float decay = own.decays[i];
+      const float decay = gates_of_lane.decays[i];
       const float product = here.products[which == kChange ? key_row(first) : query_row(first)][key_row(second)];
       // 0 if `second` is no ancestor, even if the product is NaN.
       here.pairs[which][first][second] =
@@ -276,7 +283,7 @@ class MmaDecoder {
           change -= factor * seen(factor, changes_[half][j]);
         }
         changes_[half][t] = change;
-        own_[half][t % 2] = t < 2 || own_token() == t - t % 2 ? change : own_[half][t % 2];
+        lane_changes_[half][t % 2] = t < 2 || first_token_of_lane() == t - t % 2 ? change : lane_changes_[half][t % 2];
       }
     }
   }
@@ -318,7 +325,7 @@ class MmaDecoder {
     const auto& of = tokens.of_warp();
     // Half of the lanes hold the high parts of the changes, the other half the low parts, if there are four tokens.
     const bool low = kTokens < 8 && lane_ % 4 >= 2;
-    const float* const pairs = &of.pairs[Tokens::kDecay][t][own_token()];
+    const float* const pairs = &of.pairs[Tokens::kDecay][t][first_token_of_lane()];
     const float decays[2] = {pairs[0], pairs[1]};
     const uint32_t there = (decays[0] == 0.f ? 0 : 0xffff) | (decays[1] == 0.f ? 0 : 0xffff0000);
     uint32_t left[4] = {};
@@ -327,7 +334,7 @@ class MmaDecoder {
       float x[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        x[i] = decays[i] * seen(decays[i], own_[half][i]);
+        x[i] = decays[i] * seen(decays[i], lane_changes_[half][i]);
       }
       const uint32_t high = pack(State(), x[0], x[1]);
       const float2 rounded = unpack(State(), high);
@@ -370,7 +377,7 @@ class MmaDecoder {
   static constexpr int kBlocks = Tokens::kBlocks, kSteps = K / 16;
 
   // The lane's two tokens in the left factor of make_state are this one and the next.
-  __device__ __forceinline__ int own_token() const { return 2 * lane_ % kTokens; }
+  __device__ __forceinline__ int first_token_of_lane() const { return 2 * lane_ % kTokens; }
   // The address of the lane's row in the four matrices that hold 16 channels.
   __device__ __forceinline__ uint32_t place(const Tile& tile, int step) const {
     const int row = lane_ % kMmaRows, piece = 2 * step + lane_ / kMmaRows;
@@ -393,7 +400,7 @@ class MmaDecoder {
 
   const int lane_, row_, first_row_, K_, V_;
   uint32_t S_[kSteps][4];
-  float products_[kBlocks][4], changes_[2][kTokens], own_[2][2];
+  float products_[kBlocks][4], changes_[2][kTokens], lane_changes_[2][2];
 };
 
 }  // namespace flash_qla::device

@@ -26,7 +26,7 @@ __device__ __forceinline__ float sum_and_scatter(const float (&x)[kCount], int l
   }
 }
 
-// kWarpRows value rows of a state in a warp's registers, in fp32, laid out as RowLanes says.
+// kWarpRows value rows of a state in a warp's registers, in fp32, in the layout of RowLanes.
 template <typename State, int K, int kWarpRows = kDecodeWarpRows>
 class StateRows {
  public:

@@ -206,16 +206,16 @@ class PreparedTokens {
   // The lane's part of a token of the current block.
   __device__ __forceinline__ LaneToken<L::kChannels> token(int token) const {
     const int t = token % kDecodeTokens;
-    LaneToken<L::kChannels> found;
+    LaneToken<L::kChannels> lane_token;
 #pragma unroll
     for (int quad = 0; quad < L::kChannels / 4; ++quad) {
-      reinterpret_cast<float4*>(found.q)[quad] = shared_.q[t][L::quad_of_row(quad)];
-      reinterpret_cast<float4*>(found.k)[quad] = shared_.k[t][L::quad_of_row(quad)];
+      reinterpret_cast<float4*>(lane_token.q)[quad] = shared_.q[t][L::quad_of_row(quad)];
+      reinterpret_cast<float4*>(lane_token.k)[quad] = shared_.k[t][L::quad_of_row(quad)];
     }
-    found.decay = shared_.decay[t];
-    found.beta = shared_.beta[t];
-    found.qk = shared_.qk[t];
-    return found;
+    lane_token.decay = shared_.decay[t];
+    lane_token.beta = shared_.beta[t];
+    lane_token.qk = shared_.qk[t];
+    return lane_token;
   }
   __device__ __forceinline__ float v(int token, int row) const { return shared_.v[token % kDecodeTokens][row]; }
   __device__ __forceinline__ Places places(int token) const { return shared_.places[token % kDecodeTokens]; }
@@ -224,12 +224,12 @@ class PreparedTokens {
   __device__ __forceinline__ static int row_of_lane() { return threadIdx.x % kWarp * kRowsOfLane; }
 
   __device__ __forceinline__ void store(int t, const Raw& raw) {
-    const auto ready = raw.token.prepare(tokens_);
+    const auto prepared = raw.token.prepare(tokens_);
     if (threadIdx.x % kWarp < L::kLanes) {
 #pragma unroll
       for (int quad = 0; quad < L::kChannels / 4; ++quad) {
-        shared_.q[t][L::quad_of_row(quad)] = reinterpret_cast<const float4*>(ready.q)[quad];
-        shared_.k[t][L::quad_of_row(quad)] = reinterpret_cast<const float4*>(ready.k)[quad];
+        shared_.q[t][L::quad_of_row(quad)] = reinterpret_cast<const float4*>(prepared.q)[quad];
+        shared_.k[t][L::quad_of_row(quad)] = reinterpret_cast<const float4*>(prepared.k)[quad];
       }
     }
 #pragma unroll
@@ -237,9 +237,9 @@ class PreparedTokens {
       shared_.v[t][row_of_lane() + i] = to_float(raw.v.of_row[i], tokens_.dtype);
     }
     if (threadIdx.x % kWarp == 0) {
-      shared_.decay[t] = ready.decay;
-      shared_.beta[t] = ready.beta;
-      shared_.qk[t] = ready.qk;
+      shared_.decay[t] = prepared.decay;
+      shared_.beta[t] = prepared.beta;
+      shared_.qk[t] = prepared.qk;
     }
   }
 

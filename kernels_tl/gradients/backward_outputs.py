@@ -1,7 +1,7 @@
 """The roles of chunk_backward that compute gradients from the tiles of the warpgroups of dS (backward_state.py): one
 warpgroup dQ and dK, two warps dV, and one warp dbeta and dg. chunk_backward.py has the formulas.
 
-The warp of dbeta and dg also adds dQ and dK to the outputs, when its head's turn has come (gradients/turns.cuh).
+The warp of dbeta and dg also adds dQ and dK to the outputs, in the CTAs' order (gradients/turns.cuh).
 """
 
 from types import SimpleNamespace
@@ -199,7 +199,7 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
 
     @T.macro
     def make_gates(tiles, ready, cta, segments, gradients, turns):
-        """The warp of dbeta and dg. It also adds dQ and dK to the outputs, in turn."""
+        """The warp of dbeta and dg. It also adds dQ and dK to the outputs, in order."""
         piece = locate_cta(cta, H_v, value_tiles)
         segment = load_segment_early(segments, piece.slot)
         hv = T.alloc_var("int32", init=piece.hv)

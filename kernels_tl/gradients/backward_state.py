@@ -15,7 +15,7 @@ from kernels_tl.core.pipeline import Stage, stage_of
 from kernels_tl.gradients.reverse_recurrence import GateTable, beta_and_fade, gate_row, gate_rows, round_faded_dO
 from kernels_tl.layout import FROM_SCAN, NO_STATE, NamedBarrier, NormalizedGate, TokenSum
 
-V = TILE.tile  # value rows a CTA
+V = TILE.tile  # value rows per CTA
 STAGES = TILE.stages
 STATE_THREADS = 2 * 128
 Full = T.GemmWarpPolicy.FullRow
@@ -48,7 +48,7 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
         return gate_row(tiles, s, rows), gate_row(tiles, s, NormalizedGate.KEY_RSTD)
 
     def make_state_registers():
-        made = fragments(
+        r = fragments(
             dS=([V, K], "float32"),  # dS^T
             U=([V, C], "float32"),  # dS'^T K^T, dV_new^T, U^T in turn
             U_16=([V, C], dtype),
@@ -59,12 +59,12 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
             products=([C, C], "float32"),  # dO V_new^T, U V_new^T
             likeness=([C, C], "float32"),  # K K^T; before it Q K^T, unless from_P
         )
-        made.table = table
-        return made
+        r.table = table
+        return r
 
     @T.macro
     def multiply_tokens(left, right, product):
-        """product = left right^T of a chunk's tokens, in flight: 32 columns a warpgroup."""
+        """product = left right^T of a chunk's tokens, in flight: 32 columns per warpgroup."""
         T.wgmma_gemm(left, right, product, transpose_B=True, clear_accum=True)
 
     @T.macro

@@ -26,7 +26,19 @@ backward.cpp launches [segments * H_v * value tiles] CTAs: a CTA takes one head 
 
 Roles. Two warpgroups carry dS^T and compute U, G, diag(beta) F + F^T diag(beta) and <S, dS'> (backward_state.py). They
 leave dS', U and both matrices in shared memory. A third warpgroup computes dQ and dK, up to a chunk later; two warps
-compute dV; one computes dbeta and dg (backward_outputs.py). One warp loads by TMA, here.
+compute dV; one computes dbeta and dg (backward_outputs.py). The producer warp is here. Timeline (core/pipeline.py)
+of one chunk and the beginning of the next one, whose operands the producer loads:
+
+    producer warp             |K, gates   |L P, dO  |Q, V_new, h|         |           |
+    warpgroups 0, 1  dV_new, U|G, <S, dS'>|dS       |F          |dV_new, U|G, <S, dS'>|
+    warpgroup 2      V_new dS'|U S, dO S  |dQ, dK: G|           |dK: F    |V_new dS'  |
+    value warps               |dV, U * V  |         |           |         |dV, U * V  |
+    gates warp                |           |         |           |dbeta, dg|dq, dk     |
+
+    U: U_taken>, >U_staged   V_new dS': staged>, >taken   U S: U_staged>, >U_taken   dV: U_staged>, >U_taken
+    G, F: gated_taken>, >gated   dS: taken>, >staged   dQ, dK: gated>, >gated_taken, then keys_taken>, >keys_staged
+    F, dO S, dV: >sums_made   dbeta: sums_made>, >sums_taken   dq: keys_staged>, >keys_taken
+    loads: x_released>, >x_loaded, and x_loaded> where x is used
 
 The l2norm inside (`normalize`): Q and K are the queries and keys before the l2norm. The gates contain the factors
 1 / |q| and 1 / |k| (NormalizedGate). G has 1 / |q| in its rows and 1 / |k| in its columns; diag(beta) F has 1 / |k| in
@@ -43,12 +55,12 @@ Accuracy:
 - dbeta is the diagonal of U V_new^T divided by beta, because V_new has beta as a factor. In fp16, and if beta is close
   to 0, dbeta comes from V instead, because the diagonal has lost its digits.
 
-Sums over CTAs: dq and dk are sums over the heads of a group and over value tiles. Each CTA adds its terms in turn
+Sums over CTAs: dq and dk are sums over the heads of a group and over value tiles, accumulated in the CTAs' order
 (gradients/turns.cuh). Each value tile writes its own db and dg, in fp32. gate_gradients adds these, and applies the
 activations' slopes.
 
-K and the gates have two stages, because the first and the last roles need them at the same time. The other tiles that
-the loader fetches have one stage.
+K and the gates have two stages, because the first and the last roles need them at the same time. The other operands
+have one.
 """
 
 import tilelang.language as T
@@ -65,7 +77,7 @@ from kernels_tl.core.common import (
     load_early,
 )
 from kernels_tl.core.cta import barriers, fetch, grid_of_tiles, load_segment_early, locate_cta, shared
-from kernels_tl.core.pipeline import Stage, is_loader, stage_of
+from kernels_tl.core.pipeline import Stage, is_producer_warp, stage_of
 from kernels_tl.gradients.backward_outputs import GATE_THREADS, VALUE_THREADS, output_roles
 from kernels_tl.gradients.backward_state import STATE_THREADS, state_role
 from kernels_tl.gradients.reverse_recurrence import GateTable
@@ -80,7 +92,7 @@ PRELUDE = """
 #include "gradients/turns.cuh"
 """
 
-V = TILE.tile  # value rows a CTA
+V = TILE.tile  # value rows per CTA
 STAGES = TILE.stages
 CONSUMERS, CONSUMER_REGISTERS, OTHER_REGISTERS = TILE.consumers, *TILE.registers
 KEY_THREADS = 128
@@ -122,7 +134,7 @@ def chunk_backward(dtype, K, normalize):
 
     def make_barriers():
         return barriers(
-            # x_loaded, loader to the others: the tiles x have arrived. x_released, back: the stage is free. K and the
+            # x_loaded, from the producer warp: the tiles x have arrived. x_released, back: it is free. K and the
             # gates share `loaded`, L and P share `matrices_loaded`; `values_loaded` is for V_new.
             loaded=[32] * STAGES,
             released=[CONSUMERS + VALUE_THREADS + GATE_THREADS] * STAGES,
@@ -154,7 +166,7 @@ def chunk_backward(dtype, K, normalize):
 
     @T.macro
     def load(tiles, ready, cta, segments, tokens, grad_o, matrices, replay):
-        """The loader: the chunks' operands, the last chunk's first."""
+        """The producer warp: the chunks' operands, the last chunk's first."""
         piece = locate_cta(cta, H_v, value_tiles)
         segment = load_segment_early(segments, piece.slot)
         hv = T.alloc_var("int32", init=piece.hv)
@@ -224,7 +236,7 @@ def chunk_backward(dtype, K, normalize):
                     outputs.make_keys(tiles, ready, cta, chunks.plan.segments, scale)
                 else:
                     T.dec_max_nreg(OTHER_REGISTERS)
-                    if is_loader(CONSUMERS):
+                    if is_producer_warp(CONSUMERS):
                         load(
                             tiles,
                             ready,

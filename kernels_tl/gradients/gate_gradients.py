@@ -40,7 +40,7 @@ def gate_gradients():
         gates: Gates(sizes),
         db_parts: T.Tensor([parts, tokens, H_v], "float32"),
         dg_parts: T.Tensor([parts, tokens, H_v], "float32"),
-        db: T.Tensor([tokens, H_v], "float32"),  # db and dg have the dtypes that activations say
+        db: T.Tensor([tokens, H_v], "float32"),  # db and dg: dtypes by `activations`
         dg: T.Tensor([tokens, H_v], "float32"),
         gate_sums: T.Tensor([sizes.chunk_slots, H_v, 2], "float32"),
         counters: T.Tensor([head_blocks], "int32"),

@@ -6,7 +6,7 @@
 
 namespace flash_qla::device {
 
-// dbeta = diagonal of U V_new^T / beta, because V_new has beta as a factor. needs_V says whether dbeta comes from V
+// dbeta = diagonal of U V_new^T / beta, because V_new has beta as a factor. needs_V returns whether dbeta comes from V
 // instead: in fp16, and in bf16 if beta is so close to 0 that V_new has lost its digits.
 __device__ __forceinline__ bool needs_V(__nv_bfloat16, float beta) {
   return fabsf(beta) < static_cast<float>(kLeastBeta);

@@ -6,13 +6,20 @@ the last one on,
     dh   dS', the gradient of the state after the chunk   [chunk_slots, H_v, value_rows, K] 16-bit, V-first
     u    U                                                [chunk_slots, H_v, C, value_rows] 16-bit
 
+Timeline (core/pipeline.py), 64 rows of dS^T per warpgroup and epilogue warp, chunk 0 being the last one:
+
+    producer warp    K 0, Q dO L P 0, K 1|   |Q dO L P 1|K 2|Q dO L P 2|
+    warpgroups 0, 1                      |U 0|dS 0      |U 1|dS 1      |
+    epilogue warps                       |   |dS' 0, U 0|   |dS' 1, U 1|
+
+    K, gates: released>, >loaded                         Q dO L P: others_released>, >others_loaded
+    U: loaded>, others_loaded>, dS_stored>, >dS_staged, U_stored>, >U_staged       dS: >others_released, >released
+    epilogue warps: dS_staged>, >dS_stored, U_staged>, >U_stored
+
 token_gradients computes the gradients of the inputs from them, all chunks in parallel. backward.cpp launches
 [segments * H_v * value tiles] CTAs. A CTA takes V value rows of dS^T, a tile, of one head of one segment. They stay in
 registers from the segment's last chunk to its first. A sequence's last segment starts from the gradient of the caller's
 final state or from zero, every other segment from `grad_states`, which segment_scan has written.
-
-Roles of a CTA: two consumer warpgroups with 64 rows of dS^T each, a warp that loads the next chunk's operands, and for
-each consumer warpgroup a warp that stores dS' and U.
 """
 
 from functools import partial
@@ -23,7 +30,7 @@ from kernels_tl.bundles import Chunks, OutputGradient, ReverseReplay, Sizes, Sta
 from kernels_tl.config import REPLAY_GRADIENTS as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, after, block_rows, extern
 from kernels_tl.core.cta import barriers, clear_rows_after, fetch, grid_of_tiles, locate_tile, place_in_tiles, shared
-from kernels_tl.core.pipeline import Stage, is_loader, stage_of
+from kernels_tl.core.pipeline import Stage, is_producer_warp, stage_of
 from kernels_tl.gradients.reverse_recurrence import registers, wide_step
 from kernels_tl.layout import FROM_SCAN, NO_STATE, BackwardGate, NamedBarrier
 from kernels_tl.states.replay import CONSUMERS, WARPGROUPS, Outgoing, V, read_scanned, stage_values, store
@@ -61,12 +68,12 @@ def replay_gradients(dtype, K):
 
     def make_barriers():
         return barriers(
-            loaded=[32] * STAGES,  # loader to consumers: K and the gates have arrived
-            released=[CONSUMERS] * STAGES,  # consumers to loader: they are free
+            loaded=[32] * STAGES,  # producer warp to consumers: K and the gates have arrived
+            released=[CONSUMERS] * STAGES,  # consumers to producer warp: they are free
             others_loaded=[32],  # the same for Q, dO, L and P
             others_released=[CONSUMERS],
-            dS_staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: dS' of a chunk is in shared memory
-            dS_stored=[32] * WARPGROUPS,  # storer to its warpgroup: dS' has left
+            dS_staged=[128] * WARPGROUPS,  # a warpgroup to its epilogue warp: dS' of a chunk is in shared memory
+            dS_stored=[32] * WARPGROUPS,  # epilogue warp to its warpgroup: dS' has been read
             U_staged=[128] * WARPGROUPS,
             U_stored=[32] * WARPGROUPS,
         )
@@ -128,7 +135,7 @@ def replay_gradients(dtype, K):
 
     @T.macro
     def load(tiles, ready, piece, segment, hk, tokens, grad_o, matrices):
-        """The loader: the chunks' operands, the last chunk's first."""
+        """The producer warp: the chunks' operands, the last chunk's first."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for step in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=step % STAGES)
@@ -173,7 +180,7 @@ def replay_gradients(dtype, K):
                 compute(tiles, ready, piece, segment, final, initial, grad_states, scale)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
-                if is_loader(CONSUMERS):
+                if is_producer_warp(CONSUMERS):
                     load(tiles, ready, piece, segment, hk, chunks.tokens, output_gradient.grad_o, chunks.matrices)
                 else:
                     state = Outgoing(tiles.dS, ready.dS_staged, ready.dS_stored)

@@ -52,7 +52,7 @@ class GateTable:
 
 def registers(rows, K, dtype, normalize=False):
     """The registers of the warpgroups that carry `rows` rows of dS^T."""
-    made = fragments(
+    r = fragments(
         dS=([rows, K], "float32"),  # dS'^T, dS^T
         **({} if is_wide(K) else {"dS_16": ([rows, K], dtype), "dSK": ([rows, C], "float32")}),  # dSK: dS'^T K^T
         U=([rows, C], "float32"),  # dO^T P, dV_new^T, U^T in turn
@@ -65,10 +65,10 @@ def registers(rows, K, dtype, normalize=False):
     # gamma_C / gamma and -beta gamma / gamma_1, loaded before the WGMMAs
     ahead = named(decays=T.alloc_local([16], "float32"), fades=T.alloc_local([16], "float32"))
     if is_wide(K):
-        vars(made).update(vars(named(dSK=T.alloc_local([32], "float32"))))  # only CUDA functions use it
-    vars(made).update(vars(ahead))
-    made.element, made.K, made.table = element_type(dtype), K, GateTable(normalize)
-    return made
+        vars(r).update(vars(named(dSK=T.alloc_local([32], "float32"))))  # only CUDA functions use it
+    vars(r).update(vars(ahead))
+    r.element, r.K, r.table = element_type(dtype), K, GateTable(normalize)
+    return r
 
 
 def gate_row(tiles, s, row):

@@ -16,11 +16,18 @@ replay_gradients each chunk's S, V_new, dS' and U are there. chunk_backward.py h
 backward.cpp launches [chunk slots * H_v * K / KEY_PART] CTAs. A CTA takes one head of a chunk and KEY_PART of its
 channels, a part. The parts' x, y, z and <S, dS'> add up to those of all channels. Only the first part computes dV, and
 the sums of E and of U * V: it has Q K^T and K K^T of all channels. dq and dk are sums over the heads of a group, whose
-CTAs add their terms in turn.
+CTAs add their terms in order.
 
-Roles: two warpgroups compute, each with half of the part's channels, and with 32 columns of products of tokens. A warp
-loads, two compute dV, one computes dbeta and dg, and adds dQ and dK to the outputs. The CTA goes through the value rows
-in tiles of V. dQ and dK take the memory of these tiles afterwards.
+A CTA loops over the value rows in tiles of V. Each warpgroup has half of the part's channels, and 32 columns of the
+products of tokens. dQ and dK reuse the tiles' memory. Timeline (core/pipeline.py), rows: tiles of dO, V_new, U, h, dS':
+
+    producer warp    rows 0, Q K, rows 1|          |rows 2    |          |          |         |
+    warpgroups 0, 1                     |products 0|products 1|products 2|G, F, sums|dQ, dK   |
+    value warps                         |dV 0      |dV 1      |dV 2      |          |         |
+    gates warp                          |          |          |          |          |dbeta, dg|dq, dk
+
+    rows: released>, >loaded     products, dV: loaded>, >released     Q K, gates: >keys_loaded     dV 0, G: keys_loaded>
+    sums, last dV: >sums_made    dQ, dK: >keys_staged                 dbeta, dg: sums_made>        dq, dk: keys_staged>
 """
 
 import tilelang.language as T
@@ -29,7 +36,7 @@ from kernels_tl.bundles import Chunks, Gradients, OutputGradient, Replay, Revers
 from kernels_tl.config import TOKEN_GRADIENTS as TILE, key_parts
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, SWIZZLE_128B, C, descriptor, dims, element_type, extern
 from kernels_tl.core.cta import Variables, barriers, clear_rows_after, fetch, fragments, shared
-from kernels_tl.core.pipeline import is_loader, stage_of
+from kernels_tl.core.pipeline import is_producer_warp, stage_of
 from kernels_tl.gradients.reverse_recurrence import gate_row
 from kernels_tl.layout import KEY_PART, PADDING, BackwardGate, ChunkColumn, NamedBarrier, TokenSum
 
@@ -40,7 +47,7 @@ PRELUDE = """
 #include "gradients/turns.cuh"
 """
 
-V = TILE.tile  # value rows of a turn
+V = TILE.tile  # value rows at a time
 STAGES = TILE.stages
 CONSUMERS, CONSUMER_REGISTERS, OTHER_REGISTERS = TILE.consumers, *TILE.registers
 VALUE_THREADS, GATE_THREADS = 64, 32  # they follow the warp that loads
@@ -77,9 +84,9 @@ def token_gradients(dtype, K):
 
     def make_barriers():
         return barriers(
-            loaded=[32] * STAGES,  # loader to the others: a stage's tiles have arrived
+            loaded=[32] * STAGES,  # producer warp to the others: a stage's tiles have arrived
             released=[CONSUMERS + VALUE_THREADS] * STAGES,  # back: the stage is free
-            keys_loaded=[32],  # loader to the others: Q, K and the gates have arrived
+            keys_loaded=[32],  # producer warp to the others: Q, K and the gates have arrived
             sums_made=[CONSUMERS + VALUE_THREADS],  # the others to the warp of dbeta and dg: sums, columns, products
             keys_staged=[CONSUMERS],  # the same for dQ and dK
         )
@@ -202,7 +209,7 @@ def token_gradients(dtype, K):
 
     @T.macro
     def load(tiles, ready, work, turns, hk, tokens, grad_o, matrices, replay, reverse_replay):
-        """The loader."""
+        """The producer warp."""
         t = work.row
         for i in T.serial(turns):
             s = T.alloc_var("int32", init=i % STAGES)
@@ -260,7 +267,7 @@ def token_gradients(dtype, K):
             extern(f"store_value_sums<{element}>", sums(tiles, TokenSum.VALUE), dots.data, *beta_and_rows)
         T.barrier_arrive(ready.sums_made)
 
-    def add_rows(tiles, rows, work, hk, own):
+    def add_rows(tiles, rows, work, hk, turn):
         return extern(
             f"add_rows<{element}>",
             descriptor(rows, [C, 1, C], SWIZZLE_128B),
@@ -272,12 +279,12 @@ def token_gradients(dtype, K):
             T.Cast("int32", sizes.key_dim),
             work.part * KEY_PART,
             work.length,
-            own == 0,
+            turn == 0,
         )
 
     @T.macro
     def make_gates(tiles, ready, work, hk, gradients, turns):
-        """The warp of dbeta and dg. It also adds dQ and dK to the outputs, in turn."""
+        """The warp of dbeta and dg. It also adds dQ and dK to the outputs, in order."""
         T.barrier_wait(ready.keys_loaded, 0)
         T.barrier_wait(ready.sums_made, 0)
         extern("complete_sums", sums(tiles, 0), work.part != 0)
@@ -292,15 +299,15 @@ def token_gradients(dtype, K):
             T.Cast("int32", H_v),
             work.length,
         )
-        own = T.alloc_var("int32", init=work.hv - hk * sizes.group)
+        turn = T.alloc_var("int32", init=work.hv - hk * sizes.group)
         counter = T.alloc_var("int32", init=work.slot * PARTS + work.part)
         T.barrier_wait(ready.keys_staged, 0)
-        extern("wait_for_turn", T.access_ptr(turns[counter, hk], "r"), own)
-        add_rows(tiles.h, gradients.dq, work, hk, own)
-        add_rows(tiles.dS, gradients.dk, work, hk, own)
+        extern("wait_for_turn", T.access_ptr(turns[counter, hk], "r"), turn)
+        add_rows(tiles.h, gradients.dq, work, hk, turn)
+        add_rows(tiles.dS, gradients.dk, work, hk, turn)
         extern("wait_for_boxes")
         extern("wait_until_stored")
-        extern("end_turn", T.access_ptr(turns[counter, hk], "w"), own, sizes.group)
+        extern("end_turn", T.access_ptr(turns[counter, hk], "w"), turn, sizes.group)
 
     @T.prim_func
     def main(
@@ -332,7 +339,7 @@ def token_gradients(dtype, K):
                 compute(tiles, ready, work, turns_of_values, scale)
             else:
                 T.dec_max_nreg(OTHER_REGISTERS)
-                if is_loader(CONSUMERS):
+                if is_producer_warp(CONSUMERS):
                     replays = (replay, reverse_replay)
                     load(
                         tiles,

@@ -1,6 +1,6 @@
-// Turns: dQ and dK of a query/key head are sums over the value heads of its group and their tiles of value rows. The
-// CTAs of these heads and tiles add one after the other, in a fixed order, so the sums have the same bits every time.
-// turns[chunk, H_k] counts the CTAs that have added.
+// Ordered accumulation: dQ and dK of a query/key head are sums over the value heads of its group and their tiles of
+// value rows. The CTAs of these heads and tiles add one after the other, in a fixed order, so the sums have the same
+// bits every time. turns[chunk, H_k] counts the CTAs that have added.
 //
 // A CTA only waits for CTAs with lower numbers. The GPU begins CTAs in the order of their numbers, so the CTAs that it
 // waits for run already, or have ended.
@@ -23,7 +23,7 @@ __device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
   }
 }
 
-// Passes the turn on, unless this is the last of `takers`. The same warp calls it, after its sums are in memory.
+// Lets the next CTA add, unless this is the last of `takers`. The same warp calls it, after its sums are in memory.
 __device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
   if (own + 1 < takers) {
     fence_proxies();
@@ -34,7 +34,7 @@ __device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
   }
 }
 
-// rows += tiles, or rows = tiles in the first turn: 64 rows, `stride` apart, and of their key_dim columns up to 128
+// rows += tiles, or rows = tiles by the first CTA: 64 rows, `stride` apart, and of their key_dim columns up to 128
 // from `column` on. `tiles` are two tiles of 64 x 64 side by side. One warp calls it. A whole chunk goes as two TMA
 // boxes, which are in flight until wait_until_stored. With fewer `valid` rows each half-warp adds a row at a time,
 // because a box would reach into the next sequence.

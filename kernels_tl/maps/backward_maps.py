@@ -11,8 +11,15 @@ state after it, and in reverse dS' -> M^T dS' + dZ for their gradients.
     reverse_skips [segment_slots, H_v] int32    1 where they make M negligible to the gradient of the state before it
                                                 (maps/segments.cuh)
 
+Timeline of dZ with K = 128 (core/pipeline.py), chunk 0 being the last one; Z and M as in segment_maps:
+
+    producer warp    tiles 0, 1, 2|        |   |    |tiles 3 |   |    |tiles 4 |
+    warpgroups 0, 1               |dV_new 0|U 0|dS 0|dV_new 1|U 1|dS 1|dV_new 2|    then dZ to memory
+
+    tiles K, Q, dO, L, P, gates: released>, >loaded     dV_new: loaded>     dS: >released
+
 Where skips is 1, Z comes from the last few chunks alone. Where reverse_skips is 1, dZ comes from the first few chunks.
-Where both are 1, M is left out. Both flags agree unless the bounds of some chunks let the state grow. The last segment
+Where both are 1, M is skipped. Both flags agree unless the bounds of some chunks let the state grow. The last segment
 of a sequence has no Z, the first segment no dZ. The only segment of a sequence has no M.
 
 backward.cpp launches [segments * H_v * (K / V + 2 * value tiles)] CTAs: a CTA computes V rows of M^T, Z^T or dZ^T, a
@@ -43,7 +50,7 @@ from kernels_tl.core.cta import (
     shared,
     z_slot,
 )
-from kernels_tl.core.pipeline import is_loader, stage_of
+from kernels_tl.core.pipeline import is_producer_warp, stage_of
 from kernels_tl.gradients.reverse_recurrence import GateTable, begin_step, end_step, registers, wide_step
 from kernels_tl.layout import ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.maps.segment_maps import (
@@ -157,9 +164,9 @@ def backward_maps(dtype, K, normalize):
 
     @T.macro
     def load_dZ(tiles, ready, chunks, segment, hv, v0, hk, tokens, grad_o, gates, matrices):
-        """The loader: the chunks' operands, the last chunk's first."""
+        """The producer warp: the chunks' operands, the last chunk's first."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
-        for step in T.serial(T.if_then_else(is_loader(CONSUMERS), chunks, 0)):
+        for step in T.serial(T.if_then_else(is_producer_warp(CONSUMERS), chunks, 0)):
             s = T.alloc_var("int32", init=step % STAGES)
             c = chunks - 1 - step
             t, slot = segment.row_and_slot(c)
@@ -195,13 +202,13 @@ def backward_maps(dtype, K, normalize):
             ready = make_barriers(STAGES)
             value_tiles = T.alloc_var("int32", init=T.Cast("int32", T.truncdiv(value_rows, V)))
             heads = T.alloc_var("int32", init=T.Cast("int32", sizes.segment_slots * H_v))
-            of_dZ = T.alloc_var("int32", init=heads * value_tiles)  # CTAs
-            of_all = T.alloc_var("int32", init=heads * (M_TILES + 2 * value_tiles))
-            is_second = T.alloc_var("int32", init=T.Select(cta < of_all, 0, 1))
-            work = T.alloc_var("int32", init=cta - is_second * of_all)
-            is_dZ = T.alloc_var("int32", init=T.Select(work < of_dZ, 1, 0))
+            dZ_ctas = T.alloc_var("int32", init=heads * value_tiles)  # CTAs
+            first_ctas = T.alloc_var("int32", init=heads * (M_TILES + 2 * value_tiles))
+            is_second = T.alloc_var("int32", init=T.Select(cta < first_ctas, 0, 1))
+            work = T.alloc_var("int32", init=cta - is_second * first_ctas)
+            is_dZ = T.alloc_var("int32", init=T.Select(work < dZ_ctas, 1, 0))
             has_M = T.alloc_var("int32", init=1 - T.max(is_dZ, is_second))
-            piece = locate_cta(work - (1 - is_dZ) * of_dZ, H_v, value_tiles + has_M * M_TILES)
+            piece = locate_cta(work - (1 - is_dZ) * dZ_ctas, H_v, value_tiles + has_M * M_TILES)
             is_M = T.alloc_var("int32", init=T.Select(piece.tile >= value_tiles, 1, 0))  # M comes after the tiles of Z
             v0 = T.alloc_var("int32", init=T.Select(is_M != 0, 0, piece.v0))
             which = T.alloc_var("int32", init=T.Select(is_dZ != 0, MAP_DZ, T.Select(is_M != 0, MAP_M, MAP_Z)))

@@ -13,11 +13,11 @@ them under context parallelism.
 `reverse` is the instance for gradients, from the last segment to the first: M_s^T takes the place of M_s, dZ_s^T that
 of Z_s^T, and `composed` has rows of dZ^T, then rows of M. A sequence without tokens has Z = S and M = I.
 
-pass.cpp launches [mapped * H_v * (value_dim / 32 + key_dim / 32)] CTAs: a CTA goes through one sequence with 32 rows of
-the map of one head.
+pass.cpp launches [mapped * H_v * (value_dim / 32 + key_dim / 32)] CTAs: a CTA processes one sequence, 32 rows of the
+map of one head.
 
 Rows of S^T do not depend on each other. So rows of M^T are computed like rows of S^T that start from I, with Z_s = 0.
-The roles and the arithmetic are those of segment_scan, without a storer: the consumers write the last result.
+The roles and the arithmetic are those of segment_scan, without an epilogue warp: the consumers store the result.
 """
 
 import tilelang.language as T
@@ -36,8 +36,6 @@ PRELUDE = """
 #include "core/state_tiles.cuh"
 """
 
-# Producers: a loader.
-
 
 def compose_maps(dtype, K, reverse):
     sizes = Sizes()
@@ -50,8 +48,8 @@ def compose_maps(dtype, K, reverse):
 
     def make_barriers():
         return of_map.make_barriers(
-            loaded=[32] * STAGES,  # loader to consumers: Z and skip
-            released=[CONSUMERS] * STAGES,  # consumers to loader
+            loaded=[32] * STAGES,  # producer warp to consumers: Z and skip
+            released=[CONSUMERS] * STAGES,  # consumers to producer warp
         )
 
     @T.macro
@@ -87,12 +85,12 @@ def compose_maps(dtype, K, reverse):
                 maps_used = maps_used + 1
         row = T.alloc_var("int32", init=T.Select(is_M == 0, v0, initial.value_dim + k0))
         rows = T.alloc_var("int32", init=T.Select(is_M == 0, initial.value_dim - v0, initial.key_dim - k0))
-        place = T.access_ptr(composed[which, hv, row, 0], "w")
-        extern(f"write_as_rows<{COLUMNS}>", r.S.data, place, T.Cast("int32", key_channels), initial.key_dim, rows)
+        to = T.access_ptr(composed[which, hv, row, 0], "w")
+        extern(f"write_as_rows<{COLUMNS}>", r.S.data, to, T.Cast("int32", key_channels), initial.key_dim, rows)
 
     @T.macro
     def load(tiles, ready, parts, first_slot, hv, v0, is_M, maps, offsets):
-        """The loader: skip, Z and M of each segment."""
+        """The producer warp: skip, Z and M of each segment."""
         maps_used = T.alloc_var("int32", init=0)
         slot = T.alloc_var("int32", init=first_slot)
         skip = T.alloc_var("int32", init=0)

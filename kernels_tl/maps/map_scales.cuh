@@ -21,8 +21,8 @@ __device__ __forceinline__ float largest_of(const float* x) {
   return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
 }
 
-// Each warp tells the CTA whether its part of S, kCount registers a thread, needs a scale: a word of `large`. After the
-// next barrier any_large says whether any part does.
+// Each warp tells the CTA whether its part of S, kCount registers per thread, needs a scale: a word of `large`. After
+// the next barrier any_large returns whether any part does.
 template <int kCount>
 __device__ __forceinline__ void tell_large(const float* S, void* large) {
   const bool found = __any_sync(~0u, largest_of<kCount, true>(S) > kUnscaledMap);

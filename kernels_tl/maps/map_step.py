@@ -2,8 +2,8 @@
 
     M S = (M_0 + M_1) (S_0 + S_1)        M_0, S_0: rounded to 16 bits; M_1, S_1: the rests in 16 bits
 
-The sum is in fp32. S_0 and S_1 lie side by side as one right factor: each product reads M from shared memory, which
-takes longer than the products of few columns.
+The sum is in fp32. S_0 and S_1 are adjacent, as one right factor, because each product reads M from shared memory,
+which takes longer than the products of few columns.
 
 M of a wide state does not fit shared memory. It arrives in blocks, one after the other: rows of M^T, or its columns
 with `reverse`. Each block is multiplied with the block of S that has the same rows.
@@ -80,8 +80,8 @@ def map_step(dtype, K, reverse, tile):
     def make_barriers(**more):
         return barriers(
             **more,
-            map_loaded=[32] * MAP_STAGES,  # loader to consumers: M
-            map_released=[consumers(K)] * MAP_STAGES,  # consumers to loader
+            map_loaded=[32] * MAP_STAGES,  # producer warp to consumers: M
+            map_released=[consumers(K)] * MAP_STAGES,  # consumers to producer warp
         )
 
     def make_registers():

@@ -1,4 +1,4 @@
-// The pieces of work of segment_scan: `of_sequence` of each sequence, in the order of the sequences. Only those of cut
+// The work tiles of segment_scan: `of_sequence` of each sequence, in the order of the sequences. Only those of split
 // sequences have work.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace flash_qla::device {
 
-// The first of the pieces first, first + step, ... whose sequence is cut, or `pieces`. A whole warp calls it.
+// The first of the work tiles first, first + step, ... whose sequence is split, or `pieces`. A whole warp calls it.
 __device__ __forceinline__ int next_scan(const void* sequences, const void* segments, int first, int step, int pieces,
                                          int of_sequence) {
   return next_wanted(first, step, pieces, [=](int piece) {

@@ -6,15 +6,21 @@
     states  [segment_slots, H_v, value_rows, K] fp32   Z^T of segment s in slot s + 1, V-first
     maps    [segment_slots, H_v, 2, K, K] 16-bit       M^T as a rounded part and the rest
     skips   [segment_slots, H_v] int32            1 where the gates make M negligible (maps/segments.cuh): then M is
-                                                  left out, and Z comes from the last few chunks alone
+                                                  skipped, and Z comes from the last few chunks alone
+
+Timeline (core/pipeline.py), 64 rows of M^T or Z^T per warpgroup:
+
+    producer warp    K V L 0, K V L 1, K V L 2|       |   |K V L 3|   |K V L 4|   |
+    warpgroups 0, 1                           |V_new 0|S 0|V_new 1|S 1|V_new 2|S 2|    then Z or M to memory
+
+    K V L, gates: released>, >loaded     V_new: loaded>     S: >released
 
 The last segment of a sequence needs no map. In chunk_plan's map_segments some of these segments lack the flag LAST, so
 that they get a map. Their last chunk may be partial: `partial` is the instance for them.
 
 forward.cpp launches [segments * H_v * (K / V + value tiles)] CTAs: a CTA computes V rows of M^T or of Z^T, a tile. With
-`short_last` every tile of Z has a second CTA, after all others. It computes Z if M is negligible, and the first CTA
-computes Z if M is not. So long maps come first: an SM has one CTA at a time, and the host does not know which maps are
-long.
+`short_last` every tile of Z has a second CTA, after all others, which computes Z where M is negligible. The first CTA
+computes the other Z. So long maps start first, although the host does not know which ones are long.
 """
 
 from types import SimpleNamespace
@@ -35,7 +41,7 @@ from kernels_tl.core.cta import (
     shared,
     z_slot,
 )
-from kernels_tl.core.pipeline import is_loader, stage_of
+from kernels_tl.core.pipeline import is_producer_warp, stage_of
 from kernels_tl.layout import WIDE_TILE, ForwardGate, NamedBarrier, SegmentFlag
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 
@@ -47,15 +53,15 @@ PRELUDE = """
 #include "states/wide_state.cuh"
 """
 
-V = WIDE_TILE  # rows of M^T or of Z^T a CTA
+V = WIDE_TILE  # rows of M^T or of Z^T per CTA
 CONSUMERS = V // ROWS * WARPGROUP
 MAP_Z, MAP_M = 0, 1
 
 
 def make_barriers(stages):
     return barriers(
-        loaded=[32] * stages,  # loader to consumers: a stage's tiles have arrived
-        released=[CONSUMERS] * stages,  # consumers to loader: the stage is free
+        loaded=[32] * stages,  # producer warp to consumers: a stage's tiles have arrived
+        released=[CONSUMERS] * stages,  # consumers to producer warp: the stage is free
     )
 
 
@@ -75,10 +81,10 @@ def map_roles(dtype, K, tile, partial, of_backward=False):
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
 
-    def store_map(r, place):
+    def store_map(r, to):
         if r.is_wide:
-            return extern(f"round_and_store_state<{r.element}, {K}>", r.S.data, place, K, ROWS, K)
-        return extern(f"store_state<{K}>", r.S_16.data, place, K, ROWS, K)
+            return extern(f"round_and_store_state<{r.element}, {K}>", r.S.data, to, K, ROWS, K)
+        return extern(f"store_state<{K}>", r.S_16.data, to, K, ROWS, K)
 
     @T.macro
     def compute(tiles, ready, start, chunks, which, segment, hv, v0, m0, maps):
@@ -119,9 +125,9 @@ def map_roles(dtype, K, tile, partial, of_backward=False):
 
     @T.macro
     def load(tiles, ready, start, chunks, segment, hv, v0, hk, tokens, matrices):
-        """The loader: the chunks' operands."""
+        """The producer warp: the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
-        for c in T.serial(start, T.if_then_else(is_loader(CONSUMERS), chunks, start)):
+        for c in T.serial(start, T.if_then_else(is_producer_warp(CONSUMERS), chunks, start)):
             s = T.alloc_var("int32", init=(c - start) % STAGES)
             t, slot = segment.row_and_slot(c)
             stage = stage_of(c - start, STAGES, s)
@@ -199,12 +205,12 @@ def segment_maps(dtype, K, partial):
             tiles = make_tiles()
             ready = make_barriers(STAGES)
             value_tiles = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", value_rows), V))
-            of_all = T.alloc_var(
+            first_ctas = T.alloc_var(
                 "int32", init=T.Cast("int32", sizes.segment_slots * H_v) * (M_TILES + value_tiles)
             )  # CTAs
-            is_second = T.alloc_var("int32", init=T.Select(cta < of_all, 0, 1))
+            is_second = T.alloc_var("int32", init=T.Select(cta < first_ctas, 0, 1))
             piece = locate_cta(  # M comes after the tiles of Z
-                cta - is_second * of_all, H_v, T.Select(is_second != 0, value_tiles, M_TILES + value_tiles)
+                cta - is_second * first_ctas, H_v, T.Select(is_second != 0, value_tiles, M_TILES + value_tiles)
             )
             v0 = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), piece.v0, 0))
             which = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), MAP_Z, MAP_M))

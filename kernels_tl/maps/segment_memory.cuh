@@ -8,7 +8,7 @@
 
 namespace flash_qla::device {
 
-// The raw inputs of the bounds. A key has `key_dim` channels, a multiple of 8. Keys of tokens are k_row elements apart,
+// The inputs of the bounds. A key has `key_dim` channels, a multiple of 8. Keys of tokens are k_row elements apart,
 // of heads k_head.
 struct BoundInputs {
   const void *k, *g, *beta, *A_log, *dt_bias;
@@ -82,14 +82,14 @@ __device__ __forceinline__ float bound_of_chunk(const BoundInputs& in, const flo
   return sum_of_lanes<32>((g[0] + g[1]) * kLog2e + __log2f(growth));
 }
 
-// The search gives up if `most` chunks at the present rate would bring the bound less than this part of the way.
+// The search gives up if `most` chunks at the present rate would reach less than this fraction of the threshold.
 constexpr float kGiveUp = 0.5f;
 
 // The fewest of the chunks before token `row` that alone decide the state there. kFromMaps: more than `most` do, or the
 // search has given up. A CTA calls it, and each warp takes every kWarps-th chunk.
 template <typename Element, bool kNormalize, int kWarps>
 __device__ __forceinline__ int remembered_chunks(const BoundInputs& in, int row, int hv, int most) {
-  __shared__ float bounds[2][kWarps];  // two tables in turns, so that one barrier is enough
+  __shared__ float bounds[2][kWarps];  // double-buffered, so that one barrier is enough
   const int warp = warp_index();
   float head_gate[2], bound = 0.f;
   load_head_gate(head_gate, in.A_log, in.dt_bias, in.activations, hv);

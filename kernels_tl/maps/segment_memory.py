@@ -4,8 +4,8 @@
                                              they are more than LONGEST_MEMORY
     needs_maps  [N, H_v] int32               1 where that holds for a segment of the head; chunk_plan has written zeros
 
-forward.cpp launches [segments * H_v] CTAs if fused_forward takes segments. A CTA takes a segment, from the chunk before
-it on backwards, a chunk for each warp. fused_forward begins a segment that many chunks earlier, from a state of zero.
+forward.cpp launches [segments * H_v] CTAs if fused_forward runs over segments. A CTA takes one, and goes back from the
+chunk before it, a chunk per warp. fused_forward begins the segment that many chunks earlier, from a state of zero.
 Maps are needed only for heads that remember more.
 
 The bound needs |k|^2, which the kernel computes itself, because chunk_matrices, too, runs only for heads that need

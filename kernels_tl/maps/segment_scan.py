@@ -11,19 +11,28 @@
     dS' after segment s - 1 = M_s^T dS' after s + dZ_s
 
 `states` then has dZ_s^T in slot s - 1, and gets dS'^T after segment s - 1 there. `initial_state` is the gradient of
-the final state, and `skips` are the reverse skips. Comments below say S and Z for dS' and dZ too.
+the final state, and `skips` are the reverse skips. Comments below write S and Z for dS' and dZ too.
 
-A piece of work is one sequence and `columns` columns of one head's S: 32, or 16 where so many pieces find an SM each.
-pass.cpp launches at most a CTA for each SM. A CTA takes every ctas-th piece, and passes over sequences that are not cut
-(maps/scans.cuh). Roles: two consumer warpgroups with 64 rows each, a warp that loads Z and M, and a warp that stores S.
+Timeline (core/pipeline.py), 64 rows of S per warpgroup, for segments 0, 1, ... with K = 128:
 
-- M and S are two 16-bit parts each (maps/map_step.py), because one part would have no more digits than the 16-bit S
-  that the outputs take.
+    producer warp  Z 0, M 0, Z 1, M 1, Z 2|     |M 2  |     |Z 3, M 3|     |Z 4, M 4|
+    warpgroups                            |M S 0|+ Z 0|M S 1|+ Z 1   |M S 2|+ Z 2   |
+    epilogue warp                         |     |     |S 0  |        |S 1  |        |
+
+    Z: stored>, >loaded                         M: map_released>, >map_loaded
+    M S: loaded>, map_loaded>, >map_released    + Z, in Z's tile: >made          S: made>, >stored
+
+A work tile is one sequence and `columns` columns of one head's S: 32, or 16 when all CTAs fit in one wave. pass.cpp
+launches at most one CTA per SM. A CTA takes every ctas-th work tile, and skips sequences that are not split
+(maps/scans.cuh).
+
+- M and S are two 16-bit parts each (maps/map_step.py), because one part would be no more accurate than the 16-bit S
+  from which O is computed.
 - M is the left factor, and S goes through shared memory between products, so that a CTA may have few columns.
-- Z arrives in shared memory by TMA. The new S takes its place and leaves by TMA. Loads and stores of 32 bytes by each
-  thread would take as long as the rest.
-- With `concurrent`, the scan of gradients overlaps the scan of states, which is launched just before. That scan waits
-  for the kernels ahead of it before it lets this one start, so the inputs are there. Otherwise the kernel waits itself.
+- Z arrives in shared memory by TMA, and the new S leaves from there. Loads and stores of 32 bytes per thread would
+  take as long as the rest.
+- With `concurrent`, the scan of gradients is concurrent with the scan of states, which is launched just before. That scan
+  waits for its predecessors before it triggers this one, so the inputs are there. Otherwise this kernel waits itself.
 - If a sequence's first state is FROM_SCAN (plan/chunk_plan.py), the scan copies it to its segment's slot.
 - A head that needs no maps (segment_memory) has no scan, but perhaps that copy.
 """
@@ -34,7 +43,7 @@ from kernels_tl.bundles import Maps, Memory, Plan, Sizes, States
 from kernels_tl.config import SEGMENT_SCAN
 from kernels_tl.core.common import CALLER, EXPLICIT_PASS_CONFIGS, after, extern, load_early
 from kernels_tl.core.cta import Variables, fetch, z_slot
-from kernels_tl.core.pipeline import is_loader, stage_of
+from kernels_tl.core.pipeline import is_producer_warp, stage_of
 from kernels_tl.layout import FROM_SCAN, NO_STATE, SegmentColumn, SegmentFlag, SequenceColumn
 from kernels_tl.maps.map_step import BOX, MAP_STAGES, map_step, prelude_of_scales
 
@@ -48,46 +57,44 @@ PRELUDE = """
 #include "maps/scans.cuh"
 """
 
-# Producers: a loader and a storer.
 SKIP, END = 1, 2  # flags in `about` of a segment: M is negligible; the next segment is the last, and has no map
 
 
 class Scans:
-    """The pieces of work of a CTA. A CTA goes to every ctas-th piece, and passes over those of sequences that are not
-    cut."""
+    """The work tiles of a CTA: every ctas-th one, without those of sequences that are not split."""
 
     def __init__(self, cta, ctas, sizes, plan, memory, reverse, columns):
         self.ctas, self.plan, self.memory, self.reverse, self.columns = ctas, plan, memory, reverse, columns
         self.H_v = T.Cast("int32", sizes.H_v)
         parts = T.truncdiv(sizes.value_dim + (columns - 1), columns)
-        self.of_all = Variables(parts=T.Cast("int32", parts), pieces=T.Cast("int32", sizes.N * sizes.H_v * parts))
-        self.of_all.and_also(first=self.next_from(cta))
+        self.totals = Variables(parts=T.Cast("int32", parts), pieces=T.Cast("int32", sizes.N * sizes.H_v * parts))
+        self.totals.and_also(first=self.next_from(cta))
 
     @property
     def first(self):
-        return self.of_all.first
+        return self.totals.first
 
     @property
     def pieces(self):
-        return self.of_all.pieces
+        return self.totals.pieces
 
     def next_from(self, piece):
-        """The first of the CTA's pieces from `piece` on whose sequence is cut, or `pieces`."""
+        """The first of the CTA's work tiles from `piece` on whose sequence is split, or `pieces`."""
         sequences = T.access_ptr(self.plan.sequences[0, 0], "r")
         segments = T.access_ptr(self.plan.segments[0, 0], "r")
-        of_sequence = self.of_all.parts * self.H_v
+        of_sequence = self.totals.parts * self.H_v
         return extern("next_scan", sequences, segments, piece, self.ctas, self.pieces, of_sequence, returns="int32")
 
     @T.inline
     def at(self, number):
-        """A piece: value head, first column, slots of its first segment and of its first state, whether it copies that
-        state to the segment's slot, and how `about` begins: END if it only copies, or has nothing to do."""
-        part = T.alloc_var("int32", init=T.truncdiv(number, self.of_all.parts))
+        """A work tile: value head, first column, slots of its first segment and of its first state, whether it copies
+        that state to the segment's slot, and how `about` begins: END if it only copies, or has nothing to do."""
+        part = T.alloc_var("int32", init=T.truncdiv(number, self.totals.parts))
         n = T.alloc_var("int32", init=T.truncdiv(part, self.H_v))
-        found = Variables(hv=part - n * self.H_v, v0=(number - part * self.of_all.parts) * self.columns)
+        scan = Variables(hv=part - n * self.H_v, v0=(number - part * self.totals.parts) * self.columns)
         slot = T.alloc_var("int32", init=load_early(self.plan.sequences[n, SequenceColumn.SEGMENT]))
-        given = SequenceColumn.FINAL if self.reverse else SequenceColumn.INITIAL
-        state_slot = T.alloc_var("int32", init=load_early(self.plan.sequences[n, given]))
+        column = SequenceColumn.FINAL if self.reverse else SequenceColumn.INITIAL
+        state_slot = T.alloc_var("int32", init=load_early(self.plan.sequences[n, column]))
         copies = T.alloc_var("int32", init=0)
         begin = T.alloc_var("int32", init=0)
         if self.reverse:  # all segments but the last are as long as the first
@@ -96,9 +103,9 @@ class Scans:
         else:
             first_state = load_early(self.plan.segments[slot, SegmentColumn.INITIAL])
             copies = T.Select(first_state == FROM_SCAN, 1, 0)
-            if self.memory.lacks_maps(n, found.hv):
+            if self.memory.lacks_maps(n, scan.hv):
                 begin = END
-        return found.and_also(slot=slot, state_slot=state_slot, copies=copies, begin=begin)
+        return scan.and_also(slot=slot, state_slot=state_slot, copies=copies, begin=begin)
 
 
 def segment_scan(dtype, K, reverse, columns):
@@ -115,7 +122,7 @@ def segment_scan(dtype, K, reverse, columns):
         return T.max(slot - segments, 0) if reverse else T.min(slot + segments, segment_slots - 1)
 
     def read(number):
-        """An entry of a table. With `concurrent` the reverse reads it before the kernel ahead has ended, so from L2."""
+        """An entry of a table. With `concurrent` the reverse reads it before its predecessor has ended, so from L2."""
         return load_early(number) if reverse else number
 
     def is_end(flags):
@@ -124,9 +131,9 @@ def segment_scan(dtype, K, reverse, columns):
 
     def make_barriers():
         return of_map.make_barriers(
-            loaded=[32] * STAGES,  # loader to the others: Z and about
-            made=[CONSUMERS] * STAGES,  # consumers to storer: S in the place of Z
-            stored=[32] * STAGES,  # storer to loader: the stage is free
+            loaded=[32] * STAGES,  # producer warp to the others: Z and about
+            made=[CONSUMERS] * STAGES,  # consumers to epilogue warp: S in the place of Z
+            stored=[32] * STAGES,  # epilogue warp to producer warp: the stage is free
         )
 
     def part_of(states, slot, hv, v0, box):
@@ -178,8 +185,8 @@ def segment_scan(dtype, K, reverse, columns):
 
     @T.macro
     def load(tiles, ready, scans, segments, maps, concurrent):
-        """The loader: about, Z and M of each segment. It reads the tables a segment ahead: their latencies would add
-        up."""
+        """The producer warp: about, Z and M of each segment. It reads the tables a segment ahead: their latencies would
+        add up."""
         piece = T.alloc_var("int32", init=scans.first)
         step = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
@@ -202,8 +209,8 @@ def segment_scan(dtype, K, reverse, columns):
                 if T.get_thread_binding() == CONSUMERS:
                     tiles.about[u] = about
                 for box in T.unroll(K // BOX):
-                    place = part_of(maps.states, z_slot(slot, reverse), scan.hv, scan.v0, box)
-                    fetch(place, tiles.Z[u, box, :, :], ready.loaded[u])
+                    box_of_S = part_of(maps.states, z_slot(slot, reverse), scan.hv, scan.v0, box)
+                    fetch(box_of_S, tiles.Z[u, box, :, :], ready.loaded[u])
                 stage.arrive(ready.loaded)
                 if skip == 0:
                     m = maps_used % MAP_STAGES
@@ -217,7 +224,7 @@ def segment_scan(dtype, K, reverse, columns):
 
     @T.macro
     def store(tiles, ready, scans, states, concurrent):
-        """The storer: S after each segment. If M is negligible, S = Z is in its slot already."""
+        """The epilogue warp: S after each segment. If M is negligible, S = Z is in its slot already."""
         piece = T.alloc_var("int32", init=scans.first)
         step = T.alloc_var("int32", init=0)
         while piece < scans.pieces:
@@ -232,8 +239,8 @@ def segment_scan(dtype, K, reverse, columns):
                 about = tiles.about[u]
                 if about % END != SKIP:
                     for box in T.unroll(K // BOX):
-                        place = part_of(states, z_slot(slot, reverse), scan.hv, scan.v0, box)
-                        T.tma_copy(tiles.Z[u, box, :, :], place, leader_scope_threads=32)
+                        box_of_S = part_of(states, z_slot(slot, reverse), scan.hv, scan.v0, box)
+                        T.tma_copy(tiles.Z[u, box, :, :], box_of_S, leader_scope_threads=32)
                     T.tma_store_wait(0)
                 stage.arrive(ready.stored)
                 step = step + 1
@@ -261,11 +268,11 @@ def segment_scan(dtype, K, reverse, columns):
             if T.get_thread_binding() < CONSUMERS:
                 compute(tiles, ready, scans, states.initial(), maps.states, concurrent)
             else:
-                if is_loader(CONSUMERS):
+                if is_producer_warp(CONSUMERS):
                     load(tiles, ready, scans, plan.segments, maps, concurrent)
                 else:
                     store(tiles, ready, scans, maps.states, concurrent)
                     if reverse:
-                        T.pdl_sync()  # because the next kernel relies on the end of the kernel ahead of this one
+                        T.pdl_sync()  # because the next kernel relies on the end of this one's predecessor
 
     return main

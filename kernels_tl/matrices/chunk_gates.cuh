@@ -28,7 +28,7 @@ constexpr int kHeadGates = 2 * kChunk;  // floats of a head in shared memory: g,
 
 // Reads and activates g (unless `cumulative`) and beta of `heads` heads from first_head on: element `at` and every
 // `stride` further. Tokens from `length` on get 0. The whole CTA calls it. Not inlined, because inlined it slows
-// chunk_matrices with ready gates by 10 %.
+// chunk_matrices with activated gates by 10 %.
 static __device__ __noinline__ void activate_chunk(float* gates, const void* g, const void* beta, const void* A_log,
                                                    const void* dt_bias, int activations, bool cumulative, int64_t at,
                                                    int first_head, int stride, int heads, int length) {

@@ -1,10 +1,10 @@
-// A chunk's gated inverse L and gated attention P, both transposed, and A if wanted.
+// A chunk's gated inverse L and gated attention P, both transposed, and A if requested.
 //
 //   L = A * D - I                                   P = scale tril(Q K^T) * D
 //   A = (I + stril(diag(beta) K K^T))^-1            D_ij = exp(b_i - b_j) for i >= j, else 0
 //
 // The inverse consists of 4 x 4 blocks of 16 x 16. The diagonal blocks are inverted by forward substitution in fp32,
-// one lane a column and two blocks a warp. One warp then computes a block column of A from top to bottom,
+// one lane per column and two blocks per warp. One warp then computes a block column of A from top to bottom,
 //
 //   A_ij = -A_ii (B_ij A_jj + ... + B_i,i-1 A_i-1,j),   B_ij block (i, j) of diag(beta) K K^T,
 //
@@ -274,7 +274,7 @@ struct MatricesOut {
   const CUtensorMap& A;                                  // in boxes of 64 tokens and 16 columns
   void* A_rows;                                          // A at the chunk's first token
   int slot, hv, row, HV;
-  int valid;  // rows of A that are wanted: the chunk's tokens, or 0
+  int valid;  // rows of A that are requested: the chunk's tokens, or 0
 };
 
 // Stores block column j of A, not transposed, through the first half of `staging` to global memory. One warp calls it.
@@ -314,8 +314,8 @@ __device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* s
   }
 }
 
-// Stores block column j of L and of P, both transposed, and of A if wanted. X is the result of invert_column. One warp
-// calls it. `staging` has room for two tiles of 16 x 64 elements.
+// Stores block column j of L and of P, both transposed, and of A if requested. X is the result of invert_column. One
+// warp calls it. `staging` has room for two tiles of 16 x 64 elements.
 template <typename T, int j>
 __device__ __forceinline__ void store_column(const float (&X)[4][2][4], const void* blocks, const float* gates,
                                              char* staging, const MatricesOut& out) {

@@ -6,11 +6,11 @@
     gates      [chunk_slots, H_v, 5, C] fp32       ForwardGate's rows (layout.py)
     matrices   [chunk_slots, H_v, 2, TRIANGLE]     L^T and P^T by rows of blocks, each from the diagonal on
                                                    (common.block_row)
-    A          [tokens, H_v, C]                    if wanted (has_A): row i of a chunk's A at token i
-    g_cumsum   [tokens, H_v] fp32                  if wanted (has_g_cumsum): b
-    backward_gates  [chunk_slots, H_v, rows, C] fp32  if wanted: BackwardGate's; with the l2norm NormalizedGate's
-    turns      [chunk_slots * key parts, H_k]      if wanted: zeros, from which chunk_backward or token_gradients counts
-    counters   [H_v / 8]                           if wanted: zeros, for gate_gradients
+    A          [tokens, H_v, C]                    if requested (has_A): row i of a chunk's A at token i
+    g_cumsum   [tokens, H_v] fp32                  if requested (has_g_cumsum): b
+    backward_gates  [chunk_slots, H_v, rows, C] fp32  in the backward: BackwardGate's; with the l2norm NormalizedGate's
+    turns      [chunk_slots * key parts, H_k]      in the backward: zeros, where gradients/turns.cuh begins to count
+    counters   [H_v / 8]                           zeros, for gate_gradients
 
 forward.cpp and backward.cpp launch [chunk slots * H_v / heads] CTAs of one warpgroup. The first early_ctas CTAs find
 their chunk in cu_seqlens, while chunk_plan runs.
@@ -25,9 +25,15 @@ inverse. L leaves the unit diagonal out, so products with L round small numbers 
 With |k| <= 1 and beta <= 2 no entry below A's unit diagonal exceeds beta in size, so 16 bits hold it. With larger keys
 the entries grow like the product of (beta |k|^2 - 1) over the chunk, and become inf beyond the dtype's range.
 
-A CTA takes `heads` value heads of a group. It computes K K^T and K Q^T once for them, by WGMMA, and writes both over K.
-Then each warp works on a head; with 2 heads or 1, a team of two or four warps works on a head. Several CTAs share an
-SM, and hide each other's latencies. The arithmetic is in matrices/chunk_matrices.cuh.
+A CTA takes `heads` value heads of a group, at most four. It computes K K^T and K Q^T once for them, by WGMMA, and
+writes both over K. Then each warp works on a head; with 2 heads or 1, a team of two or four warps works on a head.
+Several CTAs per SM hide each other's latencies. The arithmetic is in matrices/chunk_matrices.cuh. Timeline of four
+heads, with the barrier that ends each column (MATRICES: a named barrier of all warps):
+
+    warp 0      K, Q by TMA, b|K K^T, K Q^T|products into K|head 0: inverses|columns 0 to 3: A, L, P, stored by TMA|
+    warp 1      beta          |K K^T, K Q^T|products into K|head 1: inverses|columns 0 to 3                        |
+    warps 2, 3                |K K^T, K Q^T|products into K|heads 2, 3      |columns 0 to 3                        |
+                       loaded>|    MATRICES|       MATRICES|       team_sync|                                      |
 """
 
 import tilelang.language as T
@@ -102,21 +108,21 @@ def chunk_matrices(dtype, K, normalize):
     @T.macro
     def find_chunk(slot, early, chunks, sequences, slots):
         """The chunk in a slot: first row, length, sequence."""
-        found = T.alloc_local([ChunkColumn.COUNT], "int32")
+        columns = T.alloc_local([ChunkColumn.COUNT], "int32")
         if early:
-            extern("find_chunk", found.data, slot, sequences.record(sizes), slots.record())
+            extern("find_chunk", columns.data, slot, sequences.record(sizes), slots.record())
         else:
             T.pdl_sync()
             for i in T.unroll(ChunkColumn.COUNT):
-                found[i] = chunks[slot, i]
+                columns[i] = chunks[slot, i]
         return Variables(
-            row=found[ChunkColumn.ROW], length=found[ChunkColumn.LENGTH], sequence=found[ChunkColumn.SEQUENCE]
+            row=columns[ChunkColumn.ROW], length=columns[ChunkColumn.LENGTH], sequence=columns[ChunkColumn.SEQUENCE]
         )
 
     def clear_rows(rows, chunk, head):
-        place = T.access_ptr(rows[chunk.row, head, 0], "w")
+        begin = T.access_ptr(rows[chunk.row, head, 0], "w")
         stride, columns = T.Cast("int64", strides_of(rows)[0]), T.Cast("int32", rows.shape[2])
-        return extern("clear_rows", place, stride, columns, chunk.length)
+        return extern("clear_rows", begin, stride, columns, chunk.length)
 
     @T.macro
     def clear_padding(chunk, first, heads, hk, leads, outputs, gradients, has_backward_gates, gate_gradients):
@@ -297,7 +303,7 @@ def chunk_matrices(dtype, K, normalize):
         backward: BackwardTables(sizes, NormalizedGate if normalize else BackwardGate),
         gradients: Gradients(sizes, dtype),  # get zeros in padding rows
         memory: Memory(sizes),
-        heads: T.int32,  # heads a CTA: a divisor of group, at most 4
+        heads: T.int32,  # heads per CTA: a divisor of group, at most 4
         scale: T.float32,
         cumulative: T.int32,  # whether g is b, in fp32
         gate_gradients: T.int32,  # whether the kernel of that name runs: then it writes all of db and dg

@@ -40,7 +40,7 @@ __device__ __forceinline__ float rstd(float square) { return rsqrtf(square + flo
 // norms[i] = scale / |q_i| for the rows of a tile of 64 x kK, by four warps.
 template <typename T, int kK>
 __device__ __forceinline__ void query_norms(float* norms, const void* Q, float scale) {
-  // Half a row a thread, every other panel of 64 channels; the two halves of a row are in lanes 16 apart.
+  // A thread has half a row, every other panel of 64 channels; the two halves of a row are in lanes 16 apart.
   const int lane = threadIdx.x & 31;
   const int row = 16 * warp_index() + (lane & 15), half = lane >> 4;
   const char* const base = static_cast<const char*>(Q) + half * (kChunk * 128);

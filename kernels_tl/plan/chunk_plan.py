@@ -22,7 +22,7 @@ clipped to [0, tokens] and replaced by their running maximum.
     needs_maps [N, H_v]            zeros, for segment_memory. Written if has_memory
     drawn [1]                      0, for chunk_forward and fused_forward
 
-plan.cpp launches one CTA, once a call. The next kernel does not wait for all of the tables: its first CTAs find their
+plan.cpp launches one CTA, once per call. The next kernel does not wait for all of the tables: its first CTAs find their
 rows themselves (plan/plan.cuh, which has the arithmetic of both). Without cu_seqlens every sequence
 has `uniform_length` tokens.
 
@@ -72,7 +72,7 @@ def count_chunks(length, run):
 
 @T.macro
 def segment_size(sequences, N, segment_chunks, cut_above):
-    """Chunks of a segment, the same in all threads: WHOLE if no sequence is cut."""
+    """Chunks of a segment, the same in all threads: WHOLE if no sequence is split."""
     size = T.alloc_var("int32", init=WHOLE)
     if segment_chunks > 0:
         longer = T.alloc_var("int32", init=T.Select(sequences.offsets.exists & (cut_above > 0), 0, 1))

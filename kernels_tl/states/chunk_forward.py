@@ -3,21 +3,28 @@
     V_new^T, O^T, S'^T = f(S^T, Q, K, V, L, P, gates)      states/recurrence.py has f; chunk_matrices computes L and P
 
     o   [tokens, H_v, value_dim] 16-bit
-    h   [h_slots, H_v, value_dim, key_dim] 16-bit   S before each chunk, V-first, if wanted (has_h)
+    h   [h_slots, H_v, value_dim, key_dim] 16-bit   S before each chunk, V-first, if requested (has_h)
 
-forward.cpp launches [ctas] CTAs, at most [segments * H_v * value tiles].
+Timeline (core/pipeline.py), a warpgroup and an epilogue warp for each 64 rows of S^T:
 
-A segment is a whole sequence or, with context parallelism, a run of its chunks. A piece of work is value_tile rows of
-S^T of one head of one segment. They stay in registers from the segment's first chunk to its last. Roles of a CTA: a
-consumer warpgroup for each 64 rows, a warp that stores O for each consumer warpgroup, and a warp that loads. The
-warpgroups share only the loader's stages.
+    producer warp    S, Q V L 0, K P 0, Q V L 1, K P 1| |       |Q V L 2|K P 2  |Q V L 3|K P 3  |
+    warpgroup w                                       |S|V_new 0|S O 0  |V_new 1|S O 1  |V_new 2|
+    epilogue warp w                                   | |       |       |O 0    |       |O 1    |
 
-- The loader draws the CTA's pieces from a queue that all CTAs share (states/piece_queue.cuh), and crosses their
-  borders: the state and the first chunks of the next piece arrive while the last chunks of this piece are computed.
+    S: taken>, >begun      Q V L: released_early>           K P, gates: released>, >loaded
+    S: begun>, >taken      V_new: loaded>, >released_early  S O: >released, stored>, >staged        O: staged>, >stored
+
+forward.cpp launches [ctas] CTAs, at most [segments * H_v * value tiles]: persistent, each looping over work tiles.
+
+A segment is a whole sequence or, with context parallelism, a run of its chunks. A work tile is value_tile rows of S^T
+of one head of one segment. They stay in registers from the segment's first chunk to its last.
+
+- The producer warp draws work tiles from a queue that all CTAs share (states/piece_queue.cuh), and prefetches across
+  them: the next one's state and first chunks arrive while this one's last chunks are computed.
 - With 128 rows, K, Q, L and P are loaded once for the head. With 64 rows two CTAs share a head, which pays if there are
   few heads.
-- Segment, state, K, Q and V of the first piece are loaded while the kernel before this one still runs.
-- All roles take a segment in runs of chunks, each up to the next checkpoint, so the last chunk of a run may be short
+- Segment, state, K, Q and V of the first work tile are loaded while the kernel before this one still runs.
+- All roles process a segment in runs of chunks, each up to the next checkpoint, so the last chunk of a run may be short
   (plan/runs.cuh). After each run the consumers write the state.
 - If `rounds` is set, the recurrence goes on with the state as it was stored, rounded. A call that starts from the
   checkpoint then computes the same as the rest of this call.
@@ -47,7 +54,7 @@ from kernels_tl.core.cta import (
     shared,
     store_rows,
 )
-from kernels_tl.core.pipeline import WARP, Stage, is_loader, stage_of, storer
+from kernels_tl.core.pipeline import WARP, Stage, epilogue_warp, is_producer_warp, stage_of
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, FirstState, chosen, is_checkpoint
 from kernels_tl.layout import FROM_SCAN, NO_STATE, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn
 from kernels_tl.states.piece_queue import Queue
@@ -75,8 +82,8 @@ PRELUDE = """
 #include "states/wide_state.cuh"
 """
 
-# Entries in shared memory after a segment's columns: the piece's head, or NO_WORK after the CTA's last piece; the
-# piece's first value row; if the consumers read the piece's first state, its segment.
+# Entries in shared memory after a segment's columns: the work tile's head, or NO_WORK after the CTA's last one; its
+# first value row; if the consumers load its first state, its segment.
 HEAD, FIRST_ROW, SEGMENT = (SegmentColumn.COUNT + i for i in range(3))
 NO_WORK = -1
 
@@ -90,15 +97,14 @@ def chunk_forward(dtype, K, value_tile):
     STAGES, CONSUMERS, HAS_REGISTERS = tile.stages, tile.consumers, tile.registers is not None
     WARPGROUPS = value_tile // ROWS
     IS_WIDE, PANELS = is_wide(K), K // C
-    FETCHES_STATE = not IS_WIDE  # the loader brings a piece's first state; else the consumers read it
-    # Producers: a loader, and a storer for each consumer warpgroup.
+    FETCHES_STATE = not IS_WIDE  # the producer warp loads a work tile's first state; else the consumers do
 
     def size_of(dtype):
         """Bytes of a number of a state."""
         return T.Select(dtype == Dtype.FLOAT32, 4, T.Select(dtype >= Dtype.FLOAT8_E4M3FN, 1, 2))
 
     def pitch(columns, size=4):
-        """Numbers from one row of a state in shared memory to the next."""
+        """The stride of a state's rows in shared memory, in elements."""
         return columns + STATE_PAD // size
 
     def make_tiles():
@@ -113,21 +119,21 @@ def chunk_forward(dtype, K, value_tile):
             P=([STAGES, C, C], dtype),
             O=([WARPGROUPS, C, ROWS], dtype),
             gates=([STAGES, ForwardGate.COUNT, C], "float32"),
-            **({"S": ([state], "float32")} if FETCHES_STATE else {}),  # a piece's first state
+            **({"S": ([state], "float32")} if FETCHES_STATE else {}),  # a work tile's first state
             **scales,
-            segment=([2, SEGMENT if FETCHES_STATE else SEGMENT + 1], "int32"),  # this turn's and the next one's
+            segment=([2, SEGMENT if FETCHES_STATE else SEGMENT + 1], "int32"),  # this work tile's and the next one's
             swizzle=("Q", "V", "O") if IS_WIDE else ("V", "O"),
         )
 
     def make_barriers():
         return barriers(
-            loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
-            released=[CONSUMERS] * STAGES,  # consumers to loader: K, P and gates of a stage are free
-            released_early=[CONSUMERS] * STAGES,  # consumers to loader: Q, V and L of a stage are free
-            staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: O of a chunk is in shared memory
-            stored=[32] * WARPGROUPS,  # storer to its warpgroup: O has left
-            begun=[32],  # loader to consumers: a turn's segment and state have arrived
-            taken=[CONSUMERS + WARP * WARPGROUPS],  # consumers and storers to loader: both have been read
+            loaded=[32] * STAGES,  # producer warp to consumers: a stage's tiles have arrived
+            released=[CONSUMERS] * STAGES,  # consumers to producer warp: K, P and gates of a stage are free
+            released_early=[CONSUMERS] * STAGES,  # consumers to producer warp: Q, V and L of a stage are free
+            staged=[128] * WARPGROUPS,  # a consumer warpgroup to its epilogue warp: O of a chunk is in shared memory
+            stored=[32] * WARPGROUPS,  # epilogue warp to its warpgroup: O has been read
+            begun=[32],  # producer warp to the others: a work tile's segment and state have arrived
+            taken=[CONSUMERS + WARP * WARPGROUPS],  # the others to producer warp: they have read both
         )
 
     def chunks_of(length, checkpoint_every):
@@ -144,7 +150,7 @@ def chunk_forward(dtype, K, value_tile):
 
     @T.macro
     def await_turn(ready, turn):
-        """A role that does not load waits for a turn's segment."""
+        """Waits for a work tile's segment, in the other roles."""
         Stage(0, turn % 2).wait_for(ready.begun)
         extern("forget_memory")  # a wait alone does not keep the loads after it
 
@@ -157,20 +163,20 @@ def chunk_forward(dtype, K, value_tile):
 
     @T.macro
     def store_h(r, tiles, h, has_h, turn: T.Ref, c: T.Ref, warpgroup):
-        """Writes S before a chunk to h, if h is wanted. On a wide state it runs before begin_step, which scales S."""
+        """Writes S before a chunk to h, if h is requested. With K > 128 it runs before begin_step, which scales S."""
         if has_h != 0:  # the branch also keeps the code before it from moving below the wait
             slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.CHUNK] + c)
             if slot < h_slots:
                 v0 = T.alloc_var("int32", init=tiles.segment[turn % 2, FIRST_ROW] + warpgroup * ROWS)
                 rows = (T.Cast("int32", key_dim), rest_of_value(v0), T.Cast("int32", key_dim))
-                place = T.access_ptr(h[slot, tiles.segment[turn % 2, HEAD], v0, 0], "w")
+                to = T.access_ptr(h[slot, tiles.segment[turn % 2, HEAD], v0, 0], "w")
                 if r.has_scales:
-                    name, numbers = ("store_scaled_state", r.S) if r.is_wide else ("store_scaled_copy", r.S_16)
-                    extern(f"{name}<{K}>", numbers.data, place, *rows, scales_of(tiles))
+                    name, state = ("store_scaled_state", r.S) if r.is_wide else ("store_scaled_copy", r.S_16)
+                    extern(f"{name}<{K}>", state.data, to, *rows, scales_of(tiles))
                 elif r.is_wide:
-                    extern(f"round_and_store_state<{element}, {K}>", r.S.data, place, *rows)
+                    extern(f"round_and_store_state<{element}, {K}>", r.S.data, to, *rows)
                 else:
-                    extern(f"store_state<{K}>", r.S_16.data, place, *rows)
+                    extern(f"store_state<{K}>", r.S_16.data, to, *rows)
 
     @T.macro
     def step(
@@ -207,10 +213,10 @@ def chunk_forward(dtype, K, value_tile):
         stage.arrive(ready.released_early)
         end_step(r, tiles, s, column)
         stage.arrive(ready.released)
-        own = Stage(warpgroup, (done + c) % 2)
-        own.wait_until_free(ready.stored)
+        output = Stage(warpgroup, (done + c) % 2)
+        output.wait_until_free(ready.stored)
         extern(f"stage_transposed<{element}>", r.O.data, T.access_ptr(tiles.O[warpgroup, 0, 0], "w"), offset)
-        own.arrive(ready.staged)
+        output.arrive(ready.staged)
 
     @T.macro
     def compute(tiles, ready, initial, scanned, final, kept, checkpoints, checkpoint_every, h, has_h, rounds):
@@ -219,7 +225,7 @@ def chunk_forward(dtype, K, value_tile):
         r = registers(value_tile, K, dtype, tile.early_factors)
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
-        done = T.alloc_var("int32", init=0)  # chunks of earlier turns
+        done = T.alloc_var("int32", init=0)  # chunks of earlier work tiles
         turn = T.alloc_var("int32", init=0)
         await_turn(ready, turn)
         # A variable: with the load in the loop's condition ptxas orders the products so that a chunk takes 7 % longer.
@@ -306,7 +312,7 @@ def chunk_forward(dtype, K, value_tile):
 
     @T.macro
     def begin_turn(tiles, ready, turn, piece, segment, segments, scanned, initial):
-        """The loader loads a turn's segment and state to shared memory."""
+        """The producer warp loads a work tile's segment and state to shared memory."""
         begun = Stage(0, turn % 2)
         begun.wait_until_free(ready.taken)
         lane = T.alloc_var("int32", init=T.get_thread_binding() - CONSUMERS)
@@ -326,7 +332,7 @@ def chunk_forward(dtype, K, value_tile):
 
     @T.macro
     def end_turns(tiles, ready, turn):
-        """The loader tells the other roles that there is no more work."""
+        """The producer warp tells the other roles that there is no more work."""
         begun = Stage(0, turn % 2)
         begun.wait_until_free(ready.taken)
         if T.get_thread_binding() == CONSUMERS:
@@ -336,9 +342,9 @@ def chunk_forward(dtype, K, value_tile):
 
     @T.macro
     def load(queue, tiles, ready, tokens, matrices, segments, scanned, initial, checkpoint_every):
-        """The loader: segments, states and the chunks' operands."""
+        """The producer warp: segments, states and the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
-        done = T.alloc_var("int32", init=0)  # chunks of earlier turns
+        done = T.alloc_var("int32", init=0)  # chunks of earlier work tiles
         turn = T.alloc_var("int32", init=0)
         number = T.alloc_var("int32", init=queue.cta)
         while number < queue.pieces:
@@ -387,8 +393,8 @@ def chunk_forward(dtype, K, value_tile):
 
     @T.macro
     def store(tiles, ready, w, o, checkpoint_every):
-        """Storer w, of a consumer warpgroup: O from shared memory."""
-        done = T.alloc_var("int32", init=0)  # chunks of earlier turns
+        """Epilogue warp w: the O of consumer warpgroup w from shared memory."""
+        done = T.alloc_var("int32", init=0)  # chunks of earlier work tiles
         turn = T.alloc_var("int32", init=0)
         await_turn(ready, turn)
         while has_work(tiles, turn):
@@ -400,10 +406,10 @@ def chunk_forward(dtype, K, value_tile):
             chunks = T.alloc_var("int32", init=chunks_of(end - row, checkpoint_every))
             T.barrier_arrive(ready.taken[0])
             for c in T.serial(chunks):
-                own = Stage(w, (done + c) % 2)
-                own.wait_for(ready.staged)
+                output = Stage(w, (done + c) % 2)
+                output.wait_for(ready.staged)
                 store_rows(tiles.O, w, o, row, hv, v0, T.min(run, end - row))
-                own.arrive(ready.stored)
+                output.arrive(ready.stored)
                 next_chunk(row, run, checkpoint_every)
             done += chunks
             turn += 1
@@ -434,14 +440,14 @@ def chunk_forward(dtype, K, value_tile):
             else:
                 if HAS_REGISTERS:
                     T.dec_max_nreg(tile.registers[1])
-                if is_loader(CONSUMERS):
+                if is_producer_warp(CONSUMERS):
                     queue = Queue(cta, ctas, chunks.plan.drawn, sizes.segment_slots, sizes.H_v, value_tiles)
-                    of_loader = (chunks.plan.segments, maps.states, initial, kept.checkpoint_every)
-                    load(queue, tiles, ready, chunks.tokens, chunks.matrices, *of_loader)
+                    of_producer = (chunks.plan.segments, maps.states, initial, kept.checkpoint_every)
+                    load(queue, tiles, ready, chunks.tokens, chunks.matrices, *of_producer)
                     T.pdl_sync()
                 else:
                     T.pdl_sync()
-                    w = T.alloc_var("int32", init=storer(CONSUMERS))
+                    w = T.alloc_var("int32", init=epilogue_warp(CONSUMERS))
                     if w < WARPGROUPS:
                         store(tiles, ready, w, o, kept.checkpoint_every)
 

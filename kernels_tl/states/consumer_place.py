@@ -54,12 +54,12 @@ def ring(place):
 
 
 def turn(place):
-    """The entry of the next piece in the ring of pieces."""
+    """The entry of the next work tile in the ring of work tiles."""
     return Stage(_field(place, Place.TURN, Place.TURNS - 1), _field(place, Place.TURN_PHASE, 1))
 
 
 def next_turn(place):
-    """The place after the turn has been taken. The entry and its phase count as one number."""
+    """The place after this entry has been read. The entry and its phase count as one number."""
     last = 2 * Place.TURNS - 1
     is_last = _field(place, Place.TURN, last) == last
     return T.if_then_else(is_last, place - (last << Place.TURN), place + (1 << Place.TURN))

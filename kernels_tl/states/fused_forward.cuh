@@ -1,4 +1,4 @@
-// A chunk's two matrices for one value head, transposed, by a warpgroup that also carries half of the head's state:
+// A chunk's L and P for one value head, both transposed, by a warpgroup that also carries 64 rows of the state:
 //
 //   L = A * D - I,   P = scale tril(Q K^T) * D        A, D: matrices/chunk_matrices.cuh
 #pragma once
@@ -36,8 +36,8 @@ __device__ __forceinline__ void clear_bytes(void* begin, int64_t bytes) {
 //   O of chunk c       3 p + u + 1 if w = 1, 3 p + 2 u + 1 if w = 0
 //   A of chunk c + 2   the number after O of chunk c; A of chunk w has number 0
 //
-// Content n may be written once the storer has arrived n times, so the wait is for parity (n - 1) % 2. A place holds w
-// as its warpgroup, u as its value stage, and p % 2 as that stage's phase.
+// Content n may be written once the epilogue warp has arrived n times, so the wait is for parity (n - 1) % 2. A place
+// holds w as its warpgroup, u as its value stage, and p % 2 as that stage's phase.
 
 // Waits until the tile is free for O.
 template <typename Barrier>
@@ -136,8 +136,8 @@ struct MatricesMaker {
   }
 
   __device__ __forceinline__ void invert_diagonal() const {
-    float* const own = inverses() + j * kInverseStride;
-    invert_blocks<T>(own, 0, own, table + FusedGate::kPlainBeta * kChunk + kBlock * j, 1);
+    float* const block = inverses() + j * kInverseStride;
+    invert_blocks<T>(block, 0, block, table + FusedGate::kPlainBeta * kChunk + kBlock * j, 1);
   }
 
   // Brings the l2norm into the factors, because K and Q are not normalised. In the table, by 64 threads:
@@ -304,14 +304,14 @@ __device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const f
   }
 }
 
-// Barriers of a stage: the table of gates is there (gated), K and Q are there (loaded), L and P are there (made).
-// stored and staged are barriers of the tiles of O.
+// Barriers of a stage: the gates' table is complete (gated), K and Q have arrived (loaded), L and P are complete
+// (made). stored and staged are barriers of the tiles of O.
 template <typename Barrier>
 struct MakerBarriers {
   Barrier &gated, &loaded, &made, &stored, &staged;
 };
 
-// Tiles of a stage, the warpgroup's scratch, and the tiles of O. A negative *length says that there is no chunk.
+// Tiles of a stage, the warpgroup's scratch, and the tiles of O. *length is negative without a chunk.
 struct MakerTiles {
   const int* length;
   void* K;
@@ -322,7 +322,7 @@ struct MakerTiles {
 
 // Computes L and P of a chunk. A warpgroup calls it, and `barrier` is its named barrier. With kLowLevel the warpgroup
 // also stages A in its tile of O as soon as the tile is free. It arrives at `staged` even without a chunk, because the
-// storer waits for this arrival.
+// epilogue warp waits for this arrival.
 template <typename T, bool kNormalize, bool kLowLevel, typename Barrier>
 __device__ __forceinline__ void make_matrices(const MakerBarriers<Barrier>& ready, const MakerTiles& tiles, int phase,
                                               float scale, int barrier, int place) {
@@ -375,9 +375,9 @@ __device__ __forceinline__ void make_matrices(const MakerBarriers<Barrier>& read
   fence_boxes();
   ready.made.arrive();
   if constexpr (kLowLevel) {
-    const int own = wait_for_tile_of_A(ready.stored, place);
-    stage_inverse<T, kNormalize>(X, tiles.table, static_cast<char*>(tiles.O) + own * (kChunk * 128));
-    (&ready.staged)[own].arrive();
+    const int warpgroup = wait_for_tile_of_A(ready.stored, place);
+    stage_inverse<T, kNormalize>(X, tiles.table, static_cast<char*>(tiles.O) + warpgroup * (kChunk * 128));
+    (&ready.staged)[warpgroup].arrive();
   }
 }
 

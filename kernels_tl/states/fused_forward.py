@@ -1,4 +1,4 @@
-"""The whole forward of a segment in one kernel: chunk_forward whose warpgroups also compute the chunks' matrices.
+"""The whole forward of a segment in one kernel: like chunk_forward, with warpgroups that also compute L and P.
 
     P = scale tril(Q K^T) * D,   L = A * D - I     both transposed, from K K^T and K Q^T (states/fused_forward.cuh)
     O, S' from S, Q, K, V, L, P and gates          states/recurrence.py
@@ -7,28 +7,38 @@
     A         [tokens, H_v, C] 16-bit         with low_level
     g_cumsum  [tokens, H_v] fp32              with low_level
 
-forward.cpp launches [ctas] CTAs, at most [segments * H_v * value_tiles]. A piece of work is a tile of a head of a
-segment. Each tile of a head computes the head's L and P again. A CTA goes through several pieces. It counts chunks
-through all of them: the last steps of one piece compute the matrices of the next piece's first chunks.
+Timeline (core/pipeline.py). The warpgroups ping-pong: while one runs a step, the other builds L and P two chunks ahead.
 
-A segment is a whole sequence or, in the instances `cut`, a run of its chunks. With `cut` a piece begins `memory` chunks
-before its segment, from S = 0, and drops the O of these extra chunks. Without extra chunks the first state comes from
-the caller or from segment_scan.
+    producer warp   K Q 0, V 0, K Q 1, V 1, K Q 2   |      |V 2, K Q 3|      |V 3, K Q 4|V 4, K Q 5|      |V 5, K Q 6|
+    gates warp      gates 0, gates 1, gates 2       |      |gates 3   |      |gates 4   |gates 5   |      |gates 6   |
+    warpgroup 0     L P 0                           |step 0|L P 2     |step 1|step 2    |L P 4     |step 3|step 4    |
+    warpgroup 1     L P 1                           |step 0|step 1    |L P 3 |step 2    |step 3    |L P 5 |step 4    |
+    epilogue warp 0                                 |      |O 0       |      |O 1       |O 2       |      |O 3       |
+    epilogue warp 1                                 |      |O 0       |O 1   |          |O 2       |O 3   |          |
 
-With `early` a CTA finds its first piece in cu_seqlens, while chunk_plan runs. Rows that no sequence covers get zeros.
-The kernel writes no h.
+    K Q: released>, >loaded   V: released_v>, >loaded_v   gates: released>, >gated   L P: gated>, loaded>, >made
+    step: made>, loaded_v>, V_new, >released_v, stored>, S and O, >released, >staged     O: staged>, >stored
 
-Without `planned` chunk_plan does not run, and each CTA has one piece. A warp writes the row of its segment to shared
-memory first.
+forward.cpp launches [ctas] CTAs, at most [segments * H_v * value_tiles]: persistent, each looping over work tiles
+(segment, head, tile). Each tile of a head computes the head's L and P again. The chunks of all tiles of a CTA are one
+sequence: the last steps of a work tile build L and P of the next one's first chunks.
 
-The loader draws the CTA's pieces from a queue that all CTAs share (states/piece_queue.cuh), and puts their numbers into
-a ring for the other roles. Pieces without tokens would keep it from loading ahead. It leaves them out at first. At the
-end each CTA takes some of those that have a last state to write.
+A segment is a whole sequence or, in the instances `cut`, a run of its chunks. With `cut` a work tile begins `memory`
+chunks before its segment, from S = 0, and drops the O of these extra chunks. Without extra chunks the first state comes
+from the caller or from segment_scan.
 
-Roles. Two warpgroups carry the state, 64 rows each. Each computes L and P of every other chunk, between two of its
-steps and two chunks ahead, while the other warpgroup is in a step. A warp loads K, Q and V, two warps store O, and one
-computes the chunks' tables of gates. With low_level A leaves through O's tiles: a warpgroup's storer then has an A to
-store for every other O.
+With `early` a CTA finds its first work tile in cu_seqlens, while chunk_plan runs. Rows that no sequence covers get
+zeros. The kernel writes no h.
+
+Without `planned` chunk_plan does not run, and each CTA has one work tile. A warp first writes the row of its segment to
+shared memory.
+
+The producer warp draws work tiles from a queue that all CTAs share (states/piece_queue.cuh), and passes their numbers
+to the other roles through a ring (`drawn`, `taken`). Empty tiles would stall prefetching, so the producer skips them;
+each CTA handles its share of those with a final state at the end.
+
+A warpgroup carries 64 rows of the state. With low_level, A is stored through the tiles of O: a warpgroup's epilogue
+warp then has an A to store for every other O.
 
 Why one kernel: with two kernels, chunk_matrices computes K K^T and Q K^T once for a group of heads. But then K and Q
 are loaded a second time, and the matrices are written and read. The cost model (csrc/gpu/cost_model.cpp) chooses.
@@ -39,8 +49,6 @@ With the l2norm and r = diag(1 / |k_i|), K stays as it is, because
 
 so the inverse needs the norms of its own rows only. The other norms are factors of the gates (normalize in
 states/fused_forward.cuh).
-
-This file is long because it has all roles of a kernel that does the work of two.
 """
 
 import tilelang.language as T
@@ -100,7 +108,7 @@ from kernels_tl.states.recurrence import (
 )
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-# In a CTA that finds its first segment itself, the loader and the gates' warp touch these early. g_cumsum is written.
+# Inputs of the producer and gates warps of a CTA that finds its first segment itself, and g_cumsum, which is written.
 EARLY = {name: after(CALLER) for name in ("offsets_entries", "state_indices_entries", "g_cumsum")}
 EARLY |= {name: after(CALLER) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
 PRELUDE = """
@@ -109,14 +117,14 @@ PRELUDE = """
 #include "states/piece_queue.cuh"
 """
 
-WARPGROUPS = 2  # they compute matrices in turns
+WARPGROUPS = 2  # they alternate in computing matrices
 STAGES, VALUE_STAGES = TILE.stages, Ring.VALUE_STAGES  # K, Q, matrices and gates have STAGES; V has VALUE_STAGES
 CONSUMERS = TILE.consumers
-LOADER, STORERS, GATES = 0, 1, 3  # the producers' first warps by role; STORERS is one for each consumer warpgroup
+PRODUCER, EPILOGUE, GATES = 0, 1, 3  # the producers' first warps by role; EPILOGUE is one for each consumer warpgroup
 SCRATCH = 6 * BLOCK**2 + 3 * INVERSE_STRIDE + BLOCK**2  # floats of a warpgroup: see states/fused_forward.cuh
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
 TURNS = Place.TURNS
-# A piece's number after the last one. In the ring of pieces a negative entry x is piece -1 - x, and means that no chunk
+# The number after the last work tile's. In the ring of work tiles a negative entry x is tile -1 - x, and no chunk
 # follows.
 NO_PIECE = 2**31 - 1
 NO_ROW = -1  # a chunk whose A is not stored
@@ -128,8 +136,8 @@ class OnlySegment:
     def __init__(self, row):
         self.row = row
 
-    def __getitem__(self, place):
-        _, column = place
+    def __getitem__(self, index):
+        _, column = index
         return self.row[column]
 
 
@@ -141,7 +149,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
     options = f"{element_type(dtype)}, {str(normalize).lower()}, {str(low_level).lower()}"
 
     def make_tiles():
-        few = {"pieces": ([TURNS], "int32")} if planned else {"own": ([OwnSegment.COUNT], "int32")}
+        few = {"pieces": ([TURNS], "int32")} if planned else {"row_of_segment": ([OwnSegment.COUNT], "int32")}
         few |= tile_of_scales(dtype, V)
         if low_level:  # the first row of A of a stage's chunk, or NO_ROW; its head
             few |= {"rows_of_A": ([STAGES], "int32"), "heads_of_A": ([STAGES], "int32")}
@@ -156,8 +164,8 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             scratch=([WARPGROUPS, SCRATCH], "float32"),
             gates=([STAGES, FusedGate.COUNT, C], "float32"),
             lengths=([STAGES], "int32"),  # tokens of the chunk, negative after the last chunk
-            # A consumer's piece, and the tokens of its segment so far: here, because the chunks take all registers.
-            numbers=([CONSUMERS], "int32"),
+            # A consumer's work tile, and the tokens of its segment so far: here, because the steps take all registers.
+            piece_numbers=([CONSUMERS], "int32"),
             done=([CONSUMERS], "int32"),
             swizzle=("V", "O"),
             **few,
@@ -165,20 +173,20 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
 
     def make_barriers():
         return barriers(
-            loaded=[32] * STAGES,  # loader to makers: a stage's K and Q have arrived
-            gated=[32] * STAGES,  # gates' warp to makers: a chunk's table is there
-            made=[128] * STAGES,  # a maker to the consumers: L and P are there
-            released=[CONSUMERS] * STAGES,  # consumers to loader and gates' warp: the stage is free
-            loaded_v=[32] * VALUE_STAGES,  # loader to consumers: a stage's V has arrived
-            released_v=[CONSUMERS] * VALUE_STAGES,  # consumers to loader: the stage of V is free
-            staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: O of a chunk, or an A, is in O's tile
-            stored=[32] * WARPGROUPS,  # storer to its warpgroup: the tile has left
-            drawn=[WARP] * TURNS,  # loader to the other roles: the number of a next piece is in the ring
-            taken=[CONSUMERS + WARP * (1 + WARPGROUPS)] * TURNS,  # the other roles to the loader: they have read it
+            loaded=[32] * STAGES,  # producer warp to L P: a stage's K and Q have arrived
+            gated=[32] * STAGES,  # gates warp to L P: a chunk's table is complete
+            made=[128] * STAGES,  # a warpgroup to the consumers: L and P are complete
+            released=[CONSUMERS] * STAGES,  # consumers to producer and gates warps: the stage is free
+            loaded_v=[32] * VALUE_STAGES,  # producer warp to consumers: a stage's V has arrived
+            released_v=[CONSUMERS] * VALUE_STAGES,  # consumers to producer warp: the stage of V is free
+            staged=[128] * WARPGROUPS,  # a warpgroup to its epilogue warp: O of a chunk, or an A, is in its tile
+            stored=[32] * WARPGROUPS,  # epilogue warp to its warpgroup: the tile has been read
+            drawn=[WARP] * TURNS,  # producer warp to the others: the number of a next work tile is in the ring
+            taken=[CONSUMERS + WARP * (1 + WARPGROUPS)] * TURNS,  # the others to producer warp: they have read it
         )
 
     def extra_tokens(memory, segments, piece):
-        """Tokens before a piece's segment that decide its first state. The piece begins with them, without their O."""
+        """Tokens before a segment that decide its first state. The work tile begins with them, and drops their O."""
         if not cut:
             return 0
         is_used = segments[piece.segment, SegmentColumn.LENGTH] > 0  # a slot without tokens has no memory
@@ -186,34 +194,34 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         return T.alloc_var("int32", init=chunks * C)
 
     def own_tokens(segments, piece):
-        """Tokens of a piece's segment."""
+        """Tokens of a work tile's segment."""
         return T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.LENGTH])
 
     def is_own(rest, own):
-        """Whether the chunk is the segment's, which has `own` tokens, with `rest` tokens of the piece left."""
+        """Whether the chunk is the segment's, which has `own` tokens, with `rest` tokens of the work tile left."""
         return (rest <= own) if cut else True
 
     @T.macro
     def put_piece(tiles, ready, turn: T.Ref, entry):
-        """The loader hands the number of a piece, or -1 - number, to the other roles."""
-        place = stage_of(turn, TURNS)
-        place.wait_until_free(ready.taken)
-        tiles.pieces[place.index] = entry
+        """The producer warp passes the number of a work tile, or -1 - number, to the other roles."""
+        stage = stage_of(turn, TURNS)
+        stage.wait_until_free(ready.taken)
+        tiles.pieces[stage.index] = entry
         extern("forget_memory")  # an arrival alone does not keep the stores before it
-        place.arrive(ready.drawn)
+        stage.arrive(ready.drawn)
         turn += 1
 
     @T.macro
-    def take_piece(tiles, ready, place, entry: T.Ref):
+    def take_piece(tiles, ready, stage, entry: T.Ref):
         """Another role takes the next entry of the ring."""
-        place.wait_for(ready.drawn)
+        stage.wait_for(ready.drawn)
         extern("forget_memory")  # a wait alone does not keep the loads after it
-        entry = tiles.pieces[place.index]  # noqa: F841, the caller's
-        place.arrive(ready.taken)
+        entry = tiles.pieces[stage.index]  # noqa: F841, the caller's
+        stage.arrive(ready.taken)
 
     @T.macro
     def take_next(tiles, ready, turn: T.Ref, entry: T.Ref):
-        """The same for a producer, which counts its turns. Without `planned` no piece follows."""
+        """The same for a producer thread, which counts work tiles. Without `planned` none follows."""
         if planned:
             take_piece(tiles, ready, stage_of(turn, TURNS), entry)
             turn += 1
@@ -252,13 +260,13 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         matrices of the chunk two ahead."""
         tile, value = stage(now), value_stage(now)
         s, u = tile.index, value.index
-        own = at_place.warpgroup(place)
+        warpgroup = at_place.warpgroup(place)
         tile.wait_for(ready.made)
         value.wait_for(ready.loaded_v)
         if left < C:
-            clear_rows_after(tiles.V, left, WARPGROUP, u, own)
+            clear_rows_after(tiles.V, left, WARPGROUP, u, warpgroup)
             T.fence_proxy_async()  # before the stage's next load
-            extern("sync_warpgroup", NamedBarrier.FUSED_TAIL + own)
+            extern("sync_warpgroup", NamedBarrier.FUSED_TAIL + warpgroup)
         scale_values(r, tiles, tiles.V[u, 0, 0, 0], at_place.offset(place))
         begin_step(r, tiles, s, tiles.V[u, 0, 0, 0], at_place.offset(place), at_place.column(place))
         if is_never(sizes):  # keeps the code before it from moving below the wait
@@ -269,20 +277,20 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         if low_level:
             extern("wait_for_tile", ready.stored[0], place)
         else:
-            Stage(own, u).wait_until_free(ready.stored)
+            Stage(warpgroup, u).wait_until_free(ready.stored)
         end_step(r, tiles, s)
         tile.arrive(ready.released)
         O_s = tiles.O[0, 0, 0]
         extern(f"stage_transposed<{r.element}>", r.O.data, T.access_ptr(O_s, "w"), at_place.offset(place))
-        T.barrier_arrive(ready.staged[own])
-        if u == own:  # two chunks ahead: the stage before this one
+        T.barrier_arrive(ready.staged[warpgroup])
+        if u == warpgroup:  # two chunks ahead: the stage before this one
             before = T.if_then_else(s == 0, STAGES - 1, s - 1)
             before_phase = T.if_then_else(s == 0, tile.parity, tile.parity ^ 1)
-            make_matrices(tiles, ready, before, before_phase, own, place, scale)
+            make_matrices(tiles, ready, before, before_phase, warpgroup, place, scale)
 
     @T.macro
     def read_first_state(r, segments, piece, extra, initial, scanned):
-        """S before the piece's first chunk: zero if extra tokens come first."""
+        """S before the work tile's first chunk: zero if extra tokens come first."""
         first = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.INITIAL])
         T.clear(r.S)
         if cut:
@@ -296,7 +304,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
 
     @T.macro
     def compute(queue, tiles, ready, segments, memory, states, kept, checkpoints, scanned, scale):
-        """The consumers: their steps, piece after piece."""
+        """The consumers: a loop over work tiles."""
         tx = T.get_thread_binding()
         r = registers(V, K, dtype, TILE.early_factors)
         place = T.alloc_var("int32", init=at_place.place_of_thread(C * ROWS * 2))
@@ -306,9 +314,9 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
 
         if planned:
             T.pdl_sync()
-        tiles.numbers[tx] = queue.cta
-        while tiles.numbers[tx] != NO_PIECE:
-            piece = queue.at(tiles.numbers[tx])
+        tiles.piece_numbers[tx] = queue.cta
+        while tiles.piece_numbers[tx] != NO_PIECE:
+            piece = queue.at(tiles.piece_numbers[tx])
             extra = extra_tokens(memory, segments, piece)
             read_first_state(r, segments, piece, extra, states.initial(), scanned)
             T.copy(r.S, r.S_16)
@@ -316,7 +324,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             tiles.done[tx] = -extra
             is_end = T.alloc_var("int32", init=0)
             while is_end == 0:
-                begin = queue.at(tiles.numbers[tx])
+                begin = queue.at(tiles.piece_numbers[tx])
                 left = T.alloc_var("int32", init=segments[begin.segment, SegmentColumn.LENGTH] - tiles.done[tx])
                 until = T.alloc_var("int32", init=kept.checkpoint_every)
                 if cut:
@@ -338,7 +346,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                     left -= C
                 end_scales(r, tiles)
 
-                end = queue.at(tiles.numbers[tx])
+                end = queue.at(tiles.piece_numbers[tx])
                 done = T.alloc_var("int32", init=tiles.done[tx])
                 length = T.alloc_var("int32", init=segments[end.segment, SegmentColumn.LENGTH])
                 is_end = T.Select(done >= length, 1, 0)
@@ -359,16 +367,16 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             if planned:
                 take_piece(tiles, ready, at_place.turn(place), number)
                 place = next_turn(place)
-            tiles.numbers[tx] = number_of(number)
+            tiles.piece_numbers[tx] = number_of(number)
 
     def is_unknown(early, queue, number):
-        """Whether the warp has not found the piece itself."""
+        """Whether the warp has not found the work tile itself."""
         return ((early == 0) | (number != queue.cta)) if planned else True
 
     @T.macro
-    def read_extent(extent, segments, memory, piece, wanted):
-        """Reads a piece's first token row and number of tokens, if wanted."""
-        if wanted:
+    def read_extent(extent, segments, memory, piece, condition):
+        """Reads a work tile's first token row and number of tokens, on a condition."""
+        if condition:
             if planned:
                 T.pdl_sync()
             extra = extra_tokens(memory, segments, piece)
@@ -377,7 +385,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
 
     @T.macro
     def draw_piece(queue, tiles, ready, number: T.Ref, turn: T.Ref, extent, segments, memory):
-        """The loader draws the CTA's next piece that has tokens, and hands it to the other roles."""
+        """The producer warp draws the CTA's next work tile that has tokens, and passes it to the other roles."""
         extent[1] = 0
         while (extent[1] == 0) & (number < queue.pieces):
             T.pdl_sync()
@@ -388,8 +396,8 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
 
     @T.macro
     def load(queue, tiles, ready, first, ring: T.Ref, extent, early, segments, memory, tokens):
-        """The loader: pieces from the queue, K, Q and V. It draws a piece before it waits for the last stage of V, so
-        that the draw takes no time of its own."""
+        """The producer warp: work tiles from the queue, K, Q and V. It draws the next tile before it waits for the last
+        stage of V, which hides the latency."""
         number = T.alloc_var("int32", init=first)
         turn = T.alloc_var("int32", init=0)
         if first != NO_PIECE:
@@ -449,8 +457,8 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
 
     @T.macro
     def make_tables(queue, tiles, ready, first, ring: T.Ref, extent, early, segments, memory, inside, g_cumsum, scale):
-        """The gates' warp: the chunks' tables. It loads a chunk's gates while it computes the table before. After the
-        last chunk it says that no chunk follows."""
+        """The gates warp: the chunks' tables. It prefetches the next chunk's gates. After the last chunk it stores a
+        length of -1."""
         head_gate = T.alloc_local([2], "float32")
         g_bits = T.alloc_local([2], "uint32")
         beta_bits = T.alloc_local([2], "uint32")
@@ -528,7 +536,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
 
     @T.macro
     def store(queue, tiles, ready, first, w, ring: T.Ref, segments, memory, outputs):
-        """The storers: O, and with low_level each A that the warpgroup has computed, in between."""
+        """The epilogue warps: O, and with low_level each A that the warpgroup has computed, in between."""
         if low_level:
             stores = T.alloc_var("int32", init=0)
         number = T.alloc_var("int32", init=first)
@@ -586,27 +594,27 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         slots = T.alloc_var(
             "int32", init=T.truncdiv(T.Cast("int32", sizes.chunk_slots) - queue.cta + queue.ctas - 1, queue.ctas)
         )
-        for i in T.serial(T.if_then_else(warp == STORERS, slots, 0)):
+        for i in T.serial(T.if_then_else(warp == EPILOGUE, slots, 0)):
             slot = T.alloc_var("int32", init=queue.cta + i * queue.ctas)
             if chunks[slot, ChunkColumn.SEQUENCE] == PADDING:
                 row = chunks[slot, ChunkColumn.ROW]
                 clear_rows(row, chunks[slot, ChunkColumn.LENGTH], outputs)
 
     @T.macro
-    def clear_unplanned_padding(queue, warp, own, outputs):
+    def clear_unplanned_padding(queue, warp, segment, outputs):
         """The same without a plan. A CTA takes some of the rows after the last sequence. The first CTA of a sequence
         without a slot takes the rows of that sequence."""
-        covered = own[OwnSegment.COVERED]
+        covered = segment[OwnSegment.COVERED]
         slots = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", sizes.tokens) - covered + (C - 1), C))
         for i in T.serial(
-            T.if_then_else(warp == STORERS, T.truncdiv(slots - queue.cta + queue.ctas - 1, queue.ctas), 0)
+            T.if_then_else(warp == EPILOGUE, T.truncdiv(slots - queue.cta + queue.ctas - 1, queue.ctas), 0)
         ):
             row = T.alloc_var("int32", init=covered + (queue.cta + i * queue.ctas) * C)
             clear_rows(row, T.min(T.Cast("int32", sizes.tokens) - row, C), outputs)
         piece = queue.at(queue.cta)
-        begin = T.alloc_var("int32", init=own[SegmentColumn.ROW] + own[SegmentColumn.LENGTH])
-        if (warp == STORERS) & (piece.hv == 0) & (piece.tile == 0) & (begin < own[OwnSegment.END]):
-            clear_rows(begin, own[OwnSegment.END] - begin, outputs)
+        begin = T.alloc_var("int32", init=segment[SegmentColumn.ROW] + segment[SegmentColumn.LENGTH])
+        if (warp == EPILOGUE) & (piece.hv == 0) & (piece.tile == 0) & (begin < segment[OwnSegment.END]):
+            clear_rows(begin, segment[OwnSegment.END] - begin, outputs)
 
     @T.prim_func
     def main(
@@ -634,11 +642,11 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             if not planned:
                 if T.get_thread_binding() < 32:
                     segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v) * value_tiles)
-                    row = T.access_ptr(tiles.own[0], "w")
+                    row = T.access_ptr(tiles.row_of_segment[0], "w")
                     found = (sequences.record(sizes), slots.record(), presence.record(slots))
                     extern("find_own_segment", row, segment, *found)
                 T.sync_threads()
-            segments = plan.segments if planned else OnlySegment(tiles.own)
+            segments = plan.segments if planned else OnlySegment(tiles.row_of_segment)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 of_states = (states, kept, plan.checkpoints, maps.states)
@@ -649,23 +657,23 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 ring = T.alloc_var("int32", init=0)  # the warp's own
                 extent = T.alloc_local([2], "int32")
                 if planned:
-                    if (early != 0) & ((warp == LOADER) | (warp == GATES)):
+                    if (early != 0) & ((warp == PRODUCER) | (warp == GATES)):
                         segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v) * value_tiles)
                         extern("find_segment", extent.data, segment, sequences.record(sizes), slots.record())
                     else:
                         T.pdl_sync()
-                # A role begins with the CTA's own piece. For the other warps its loop is empty.
-                of_loader = T.if_then_else(warp == LOADER, cta, NO_PIECE)
-                load(queue, tiles, ready, of_loader, ring, extent, early, segments, memory.memory, tokens)
+                # A role begins with the CTA's own work tile. For the other warps its loop is empty.
+                of_producer = T.if_then_else(warp == PRODUCER, cta, NO_PIECE)
+                load(queue, tiles, ready, of_producer, ring, extent, early, segments, memory.memory, tokens)
                 of_gates = T.if_then_else(warp == GATES, cta, NO_PIECE)
                 of_tables = (segments, memory.memory, gates, outputs.g_cumsum, scale)
                 make_tables(queue, tiles, ready, of_gates, ring, extent, early, *of_tables)
-                w = T.alloc_var("int32", init=warp - STORERS)
-                of_storer = T.if_then_else((w >= 0) & (w < WARPGROUPS), cta, NO_PIECE)
-                store(queue, tiles, ready, of_storer, w, ring, segments, memory.memory, outputs)
+                w = T.alloc_var("int32", init=warp - EPILOGUE)
+                of_epilogue = T.if_then_else((w >= 0) & (w < WARPGROUPS), cta, NO_PIECE)
+                store(queue, tiles, ready, of_epilogue, w, ring, segments, memory.memory, outputs)
                 if planned:
                     clear_padding(queue, warp, plan.chunks, outputs)
                 else:
-                    clear_unplanned_padding(queue, warp, tiles.own, outputs)
+                    clear_unplanned_padding(queue, warp, tiles.row_of_segment, outputs)
 
     return main

@@ -1,13 +1,13 @@
-// The queue of pieces of work that the CTAs of a kernel share. A CTA takes the piece of its own number first, and then
-// draws the next one when it can load it. So CTAs end at nearly the same time, whatever the pieces take.
+// The queue of work tiles that the CTAs of a persistent kernel share. A CTA takes the tile of its own number first, and
+// then draws the next one when it can load it. So CTAs end at nearly the same time, whatever a tile takes.
 #pragma once
 
 #include "core/warp.cuh"
 
 namespace flash_qla::device {
 
-// The CTA's next piece, or `pieces` after the last one. `drawn` counts the draws of all `ctas` CTAs. Each draws until
-// it gets no piece, and the last draw leaves 0. One warp of a CTA calls it.
+// The CTA's next work tile, or `pieces` after the last one. `drawn` counts the draws of all `ctas` CTAs. Each draws
+// until none is left, and the last draw leaves 0. One warp of a CTA calls it.
 __device__ __forceinline__ int next_piece(int* drawn, int ctas, int pieces) {
   int piece = 0;
   if (lane_here() == 0) {
@@ -19,8 +19,8 @@ __device__ __forceinline__ int next_piece(int* drawn, int ctas, int pieces) {
   return min(__shfl_sync(~0u, piece, 0), pieces);
 }
 
-// The first of the pieces first, first + step, ... whose segment has a last state but no token, or `pieces`. A segment
-// has `of_segment` pieces. A whole warp calls it.
+// The first of the work tiles first, first + step, ... whose segment has a final state but no token, or `pieces`. A
+// segment has `of_segment` work tiles. A whole warp calls it.
 __device__ __forceinline__ int next_empty(const void* segments, int first, int step, int pieces, int of_segment) {
   return next_wanted(first, step, pieces, [=](int piece) {
     const auto* segment = static_cast<const int*>(segments) + int64_t{piece / of_segment} * SegmentColumn::kCount;

@@ -1,4 +1,4 @@
-"""The pieces of work of chunk_forward and fused_forward, in a queue that all CTAs share: see states/piece_queue.cuh."""
+"""The work tiles of chunk_forward and fused_forward, in a queue that all CTAs share: see states/piece_queue.cuh."""
 
 import tilelang.language as T
 
@@ -7,18 +7,19 @@ from kernels_tl.core.cta import Pieces
 
 
 class Queue(Pieces):
-    """A CTA's view of the queue. Its first piece has the CTA's own number. After chunk_plan it draws the next ones."""
+    """A CTA's view of the queue. Its first work tile has the CTA's own number. After chunk_plan it draws the next
+    ones."""
 
     def __init__(self, cta, ctas, drawn, *of_pieces):
         super().__init__(*of_pieces)
         self.cta, self.ctas, self.drawn = cta, ctas, drawn
 
     def next_piece(self):
-        """Draws a piece. `pieces`: none is left."""
+        """Draws a work tile. `pieces`: none is left."""
         return extern("next_piece", T.access_ptr(self.drawn[0], "rw"), self.ctas, self.pieces, returns="int32")
 
     def next_empty(self, segments, first):
-        """The first of the pieces first, first + ctas, ... whose segment has a last state but no token, or `pieces`."""
+        """The first of the work tiles first, first + ctas, ... whose segment has a final state, but no token."""
         table = T.access_ptr(segments[0, 0], "r")
         of_segment = self.H_v * self.tiles
         return extern("next_empty", table, first, self.ctas, self.pieces, of_segment, returns="int32")

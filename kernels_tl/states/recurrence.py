@@ -12,9 +12,9 @@ The step is two macros, begin_step and end_step, because a kernel releases its t
 there are no products for O. Only one product at a time then hides loads and conversions, so the order of instructions
 differs, and the kernel's own work, `meanwhile`, runs during the first and the last product.
 
-In fp16, and with an output, large rows of S^T have units of their own during the steps, and so have the same rows of
-V^T, V_new^T and O^T (row_scales.cuh). begin_scales stands before the first step, scale_values before each one, and
-end_scales before S is used for anything else.
+In fp16, and with an output, large rows of S^T are scaled during the steps, and with them the same rows of V^T, V_new^T
+and O^T (row_scales.cuh): begin_scales before the first step, scale_values before each one, end_scales before S is used
+for anything else.
 
 With `exact`, a second product adds the part of V_new^T diag(gamma_C / gamma) that rounding to 16 bits loses. Otherwise
 this rounding would be the largest error of S'.
@@ -54,7 +54,7 @@ def tile_of_scales(dtype, rows):
 def registers(rows, K, dtype, early, output=True, exact=False):
     """Registers of the warpgroups that carry `rows` rows of S^T. `early` of the residual's eight quadruples of factors
     are loaded before the first product (core/tiles.cuh: load_minuend). More of them may spill."""
-    made = fragments(
+    r = fragments(
         S=([rows, K], "float32"),  # S^T
         **({} if is_wide(K) else {"S_16": ([rows, K], dtype)}),
         V_new=([rows, C], "float32"),  # S^T K^T, residual^T, V_new^T in turn
@@ -71,14 +71,14 @@ def registers(rows, K, dtype, early, output=True, exact=False):
         decays=T.alloc_local([16], "float32"),
         **({"queries": T.alloc_local([16], "float32")} if output else {}),
     )
-    vars(made).update(vars(ahead))
-    made.has_scales = has_scales(dtype, output)
-    if made.has_scales:
-        vars(made).update(vars(named(scaled=T.alloc_local([1], "int32"))))  # whether a row of the warp has a scale
+    vars(r).update(vars(ahead))
+    r.has_scales = has_scales(dtype, output)
+    if r.has_scales:
+        vars(r).update(vars(named(scaled=T.alloc_local([1], "int32"))))  # whether a row of the warp has a scale
         early = max(early - 1, 0)  # or chunk_forward spills
-    made.element, made.early, made.output, made.exact = element_type(dtype), early, output, exact
-    made.K, made.is_wide = K, is_wide(K)
-    return made
+    r.element, r.early, r.output, r.exact = element_type(dtype), early, output, exact
+    r.K, r.is_wide = K, is_wide(K)
+    return r
 
 
 def scales_of(tiles):
@@ -91,28 +91,28 @@ def copy_of(r):
 
 
 def has_large(r):
-    """Whether the warp's part of S has a number that may need a scale."""
-    name, numbers = (f"has_large<{r.K // 2}, false>", r.S) if r.is_wide else (f"has_large<{r.K // 4}, true>", r.S_16)
-    return extern(name, numbers.data, returns="bool")
+    """Whether the warp's part of S has a number that may have to be scaled."""
+    name, state = (f"has_large<{r.K // 2}, false>", r.S) if r.is_wide else (f"has_large<{r.K // 4}, true>", r.S_16)
+    return extern(name, state.data, returns="bool")
 
 
 @T.macro
 def begin_scales(r, tiles):
-    """Before the steps: S, and unless it is wide its copy S_16, from the numbers of S^T to those in scales."""
+    """Before the steps: scales S and, with K <= 128, its copy S_16."""
     if r.has_scales:
         r.scaled[0] = extern(f"begin_scales<{r.K}>", r.S.data, copy_of(r), scales_of(tiles), returns="int32")
 
 
 @T.macro
 def end_scales(r, tiles):
-    """After the steps: the numbers of S^T in S. S_16 keeps the scales."""
+    """After the steps: removes the scales of S. S_16 stays scaled."""
     if r.has_scales:
         extern(f"end_scales<{r.K}>", r.S.data, scales_of(tiles))
 
 
 @T.macro
 def scale_values(r, tiles, V, offset):
-    """Before a step: the warpgroup's tile of V goes to the scales."""
+    """Before a step: scales the warpgroup's tile of V."""
     if r.has_scales:
         extern("scale_values", T.access_ptr(V, "rw"), offset, scales_of(tiles), r.scaled[0])
 

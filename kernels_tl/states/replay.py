@@ -9,20 +9,19 @@ import tilelang.language as T
 from kernels_tl.config import WARPGROUP, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import C, extern
 from kernels_tl.core.cta import store_rows
-from kernels_tl.core.pipeline import Stage, storer
+from kernels_tl.core.pipeline import Stage, epilogue_warp
 from kernels_tl.layout import WIDE_TILE, Dtype
 
-V = WIDE_TILE  # value rows a CTA
+V = WIDE_TILE  # value rows per CTA
 WARPGROUPS = V // ROWS
 CONSUMERS = WARPGROUPS * WARPGROUP
-# Producers: a loader, and a storer for each consumer warpgroup.
 
 
 class Outgoing(NamedTuple):
     """A matrix of each chunk on its way to global memory."""
 
     tile: object  # shared memory, a part for each consumer warpgroup
-    staged: object  # barriers, a consumer warpgroup to its storer: the part has the chunk's matrix
+    staged: object  # barriers, a consumer warpgroup to its epilogue warp: the part has the chunk's matrix
     stored: object  # back: the part has been stored
 
 
@@ -35,24 +34,24 @@ def read_scanned(fragment, scanned, piece):
 
 @T.macro
 def stage_values(values, fragment, element, warpgroup, step, offset):
-    own = Stage(warpgroup, step % 2)
-    own.wait_until_free(values.stored)
+    stage = Stage(warpgroup, step % 2)
+    stage.wait_until_free(values.stored)
     extern(f"stage_transposed<{element}>", fragment.data, T.access_ptr(values.tile[warpgroup, 0, 0], "w"), offset)
-    own.arrive(values.staged)
+    stage.arrive(values.staged)
 
 
 @T.macro
 def store(state, values, states, rows, piece, segment, reverse):
-    """The storers, one for each consumer warpgroup: the state to `states` by chunks, the values to `rows` by tokens.
-    `reverse`: the last chunk first."""
-    w = T.alloc_var("int32", init=storer(CONSUMERS))
+    """The epilogue warps, one for each consumer warpgroup: the state to `states` by chunks, the values to `rows` by
+    tokens. `reverse`: the last chunk first."""
+    w = T.alloc_var("int32", init=epilogue_warp(CONSUMERS))
     for step in T.serial(T.if_then_else(w < WARPGROUPS, segment.chunks, 0)):
         c = segment.chunks - 1 - step if reverse else step
         row, slot = segment.row_and_slot(c)
         hv = T.alloc_var("int32", init=extern("kept", piece.hv, returns="int32"))  # addresses are computed in the loop
         v0 = T.alloc_var("int32", init=piece.v0 + w * ROWS)
-        own = Stage(w, step % 2)
-        own.wait_for(state.staged)
+        stage = Stage(w, step % 2)
+        stage.wait_for(state.staged)
         T.fence_proxy_async()
         for box in T.unroll(state.tile.shape[1]):
             T.tma_copy(
@@ -61,7 +60,7 @@ def store(state, values, states, rows, piece, segment, reverse):
                 leader_scope_threads=32,
             )
         T.tma_store_wait(0)
-        own.arrive(state.stored)
-        own.wait_for(values.staged)
+        stage.arrive(state.stored)
+        stage.wait_for(values.staged)
         store_rows(values.tile, w, rows, row, hv, v0, segment.length - c * C)
-        own.arrive(values.stored)
+        stage.arrive(values.stored)

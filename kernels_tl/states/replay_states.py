@@ -9,9 +9,8 @@ backward.cpp launches [segments * H_v * value tiles] CTAs. A CTA takes V value r
 They stay in registers from the segment's first chunk to its last. A sequence's first segment starts from the caller's
 state or from zero. Every other segment starts from `states`, which segment_scan has written.
 
-Roles of a CTA: two consumer warpgroups with 64 rows of S^T each, a warp that loads the next chunks' operands, and for
-each consumer warpgroup a warp that stores h and V_new.
-"""
+Roles of a CTA: two consumer warpgroups with 64 rows of S^T each, a producer warp, and per consumer warpgroup an
+epilogue warp, which stores h and V_new."""
 
 from functools import partial
 
@@ -21,7 +20,7 @@ from kernels_tl.bundles import Chunks, Maps, Replay, Sizes, States
 from kernels_tl.config import REPLAY_STATES, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, after, block_rows, extern
 from kernels_tl.core.cta import barriers, clear_rows_after, fetch, grid_of_tiles, locate_tile, place_in_tiles, shared
-from kernels_tl.core.pipeline import Stage, is_loader, stage_of
+from kernels_tl.core.pipeline import Stage, is_producer_warp, stage_of
 from kernels_tl.layout import FROM_SCAN, ForwardGate, NamedBarrier
 from kernels_tl.states.recurrence import begin_step, end_step, registers
 from kernels_tl.states.replay import CONSUMERS, WARPGROUPS, Outgoing, V, read_scanned, stage_values, store
@@ -55,10 +54,10 @@ def replay_states(dtype, K):
 
     def make_barriers():
         return barriers(
-            loaded=[32] * STAGES,  # loader to consumers: a stage's tiles have arrived
-            released=[CONSUMERS] * STAGES,  # consumers to loader: the stage is free
-            h_staged=[128] * WARPGROUPS,  # a consumer warpgroup to its storer: h of a chunk is in shared memory
-            h_stored=[32] * WARPGROUPS,  # storer to its warpgroup: h has left
+            loaded=[32] * STAGES,  # producer warp to consumers: a stage's tiles have arrived
+            released=[CONSUMERS] * STAGES,  # consumers to producer warp: the stage is free
+            h_staged=[128] * WARPGROUPS,  # a consumer warpgroup to its epilogue warp: h of a chunk is in shared memory
+            h_stored=[32] * WARPGROUPS,  # epilogue warp to its warpgroup: h has been read
             V_new_staged=[128] * WARPGROUPS,
             V_new_stored=[32] * WARPGROUPS,
         )
@@ -120,7 +119,7 @@ def replay_states(dtype, K):
 
     @T.macro
     def load(tiles, ready, piece, segment, hk, tokens, matrices):
-        """The loader: the chunks' operands."""
+        """The producer warp: the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for c in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=c % STAGES)
@@ -157,7 +156,7 @@ def replay_states(dtype, K):
                 compute(tiles, ready, piece, segment, states.initial_in_a_run(), maps.states)
             else:
                 T.dec_max_nreg(tile.registers[1])
-                if is_loader(CONSUMERS):
+                if is_producer_warp(CONSUMERS):
                     load(tiles, ready, piece, segment, hk, chunks.tokens, chunks.matrices)
                 else:
                     state = Outgoing(tiles.h, ready.h_staged, ready.h_stored)

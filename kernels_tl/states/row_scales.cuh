@@ -1,8 +1,8 @@
 // Scales of the rows of S^T in fp16, whose numbers end at 65504.
 //
 // A row of V_new^T, of O^T and of the next S^T depends on the same row of S^T and V^T alone, and is linear in it. So
-// each row may have a unit of its own, a power of two, in which nothing that is rounded to fp16 exceeds its range. A
-// row whose norm lies below 2^kUnscaledBits stays as it is. A warp without other rows pays only for finding that out.
+// each row may have a scale, a power of two, with which nothing that is rounded to fp16 exceeds its range. A row whose
+// norm is below 2^kUnscaledBits is not scaled. A warp with such rows only pays for that test alone.
 //
 // A thread has two rows, row and row + 8 of core/tiles.cuh, and shares them with three lanes. Their scales are a pair
 // of bf16: word threadIdx.x / 4 of `scales` in shared memory, because the chunks take all registers. Whether a row of
@@ -74,7 +74,7 @@ __device__ __forceinline__ bool has_large(const void* numbers) {
   return __any_sync(~0u, (found & (kPairs ? 0x40004000 : 0x40000000)) != 0);
 }
 
-// Brings S^T to new scales if a row of the warp is `scaled` or, being `large`, may have to be. S_16, if any, gets S^T
+// Scales S^T anew if a row of the warp is `scaled` or, being `large`, may have to be. S_16, if any, gets S^T
 // in fp16. O^T, if any, loses its scales. Returns whether a row is scaled now.
 template <int kK>
 __device__ __forceinline__ bool scale_rows(float* S, void* S_16, void* scales, bool scaled, bool large, float* O) {
@@ -105,8 +105,8 @@ __device__ __forceinline__ bool scale_rows(float* S, void* S_16, void* scales, b
   return scaled;
 }
 
-// S^T from its numbers to those in scales, and back. S_16 is as above, and keeps the scales. begin_scales returns
-// whether a row of the warp is scaled.
+// Scales S^T, and removes the scales. S_16 is as above, and stays scaled. begin_scales returns whether a row of the
+// warp is scaled.
 template <int kK>
 __device__ __forceinline__ bool begin_scales(float* S, void* S_16, void* scales) {
   store_scales(scales, kNoScales);
@@ -146,7 +146,7 @@ __device__ __forceinline__ void store_scaled_copy(const void* S_16, void* state,
   });
 }
 
-// Brings the warp's part of a tile of V to the scales if a row is `scaled`. `offset` is the thread's place in the tile
+// Scales the warp's part of a tile of V if a row is `scaled`. `offset` is the thread's place in the tile
 // (transposed_offset).
 __device__ __forceinline__ void scale_values(void* tile, int offset, void* scales, bool scaled) {
   if (scaled) {

@@ -1,6 +1,6 @@
-// The products of a wide state with a chunk's keys and queries. A 16-bit copy of the whole state would take half as
-// many registers again as the state. So the state is rounded piece by piece, while the product of the previous piece is
-// in flight.
+// The products of a state with K > 128 with a chunk's keys and queries. A 16-bit copy of the whole state would take
+// half as many registers again as the state. So 16 channels at a time, a piece, are rounded while the previous piece's
+// product is in flight.
 #pragma once
 
 #include <tl_templates/cuda/instruction/wgmma.h>
