@@ -15,8 +15,6 @@ kernels_tl is in a kernel's own file. A fault is killed if a test fails that pas
 any fault survives, or is broken: its patch does not apply, it does not build, or it selects no tests.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os
@@ -29,107 +27,96 @@ from pathlib import Path
 
 from test_emulator import SELECTED, sms_of
 
-TESTS = Path(__file__).resolve().parent
-ROOT = TESTS.parent
+ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build/plants"
 TREE = BUILD / "tree"  # where faults are planted: CMake's cache and objects hold this path
 CLEAN = BUILD / "clean"  # the same without a fault, and built
 TIMEOUT = 900  # seconds of a test run: a fault may make a kernel wait forever
 LIBRARY = [sys.executable, "setup.py", "build_ext", "--inplace"]
 EMULATOR = [sys.executable, "emulator/build.py", "build/emulator"]
-Run = tuple[str, str, str]  # "cpu" or "emulator", the file of tests, an expression for pytest's -k
 
 
 class Broken(Exception):
     pass
 
 
-def runs_of(patch: Path) -> list[Run]:
-    return re.findall(r"^(cpu|emulator): (test_\w+\.py) -k (.+)$", patch.read_text(), re.MULTILINE)
-
-
-def files_of(patch: Path) -> list[str]:
-    return re.findall(r"^--- a/(.+)$", patch.read_text(), re.MULTILINE)
+class Patch:
+    def __init__(self, path: Path):
+        text = path.read_text()
+        self.path, self.reason = path, text.partition("\n")[0]
+        self.files = re.findall(r"^--- a/(.+)$", text, re.MULTILINE)
+        self.runs = re.findall(r"^(cpu|emulator): (test_\w+\.py) -k (.+)$", text, re.MULTILINE)
+        places = {where for where, _, _ in self.runs}
+        self.builds = [LIBRARY] if "cpu" in places and any(file.startswith("csrc/") for file in self.files) else []
+        if "emulator" in places:
+            kernels = [Path(file).stem for file in self.files if re.match(r"kernels_tl/\w+/\w+\.py", file)]
+            build = [sys.executable, "-m", "build_tools.kernels", "--sources", "--only"]
+            self.builds += [*([*build, name] for name in kernels), EMULATOR]
 
 
 def command(words: list, tree: Path, timeout: int | None = None, **environment: str) -> subprocess.CompletedProcess:
     """Runs it in the tree, with the tree's package."""
-    return subprocess.run(
-        list(map(str, words)),
-        cwd=tree,
-        env=os.environ | {"PYTHONPATH": str(tree), "GIT_CEILING_DIRECTORIES": str(BUILD)} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
+    environment = {"PYTHONPATH": str(tree), "GIT_CEILING_DIRECTORIES": str(BUILD)} | environment
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(words, cwd=tree, env=os.environ | environment, timeout=timeout, **output)
 
 
-def must(words: list) -> None:
+def build(words: list) -> None:
     result = command(words, TREE)
     if result.returncode != 0:
-        raise Broken(result.stdout[-2000:])
+        raise Broken(f"{result.stdout[-2000:]}\n{words} ends with {result.returncode}")
 
 
-def builds_of(patch: Path) -> list[list]:
-    """The commands that build what the patch's tests run."""
-    files, places, found = files_of(patch), {where for where, _, _ in runs_of(patch)}, []
-    if "cpu" in places and any(file.startswith("csrc/") for file in files):
-        found.append(LIBRARY)
-    if "emulator" in places:
-        kernels = [Path(file).stem for file in files if re.match(r"kernels_tl/\w+/\w+\.py", file)]
-        found += [[sys.executable, "-m", "build_tools.kernels", "--only", name, "--sources"] for name in kernels]
-        found.append(EMULATOR)
-    return found
-
-
-def prepare(patches: list[Path]) -> None:
-    """Copies the checkout and what is built of it, and builds what the patches change, so that a fault costs little."""
-    shutil.rmtree(BUILD, ignore_errors=True)
+def prepare(patches: list[Patch]) -> None:
+    """Copies the checkout and what is built of it, and builds what the patches change, so that a fault costs little.
+    Time stamps stay, so that this builds little too where an earlier run has left its build."""
+    kept = BUILD / "kept"
+    if (CLEAN / "build").is_dir():
+        (CLEAN / "build").rename(kept)
+    for old in filter(Path.exists, (TREE, CLEAN)):
+        shutil.rmtree(old)
     shutil.copytree(ROOT, TREE, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist"))
+    if kept.is_dir():
+        kept.rename(TREE / "build")
     (installed,) = importlib.util.find_spec("flash_qla").submodule_search_locations
     for built in (*Path(installed).glob("*.so"), Path(installed, "_layout.py")):
         shutil.copy2(built, TREE / "flash_qla")
-    shutil.copytree(ROOT / "build/kernels", TREE / "build/kernels")
-    if (ROOT / "build/emulator/objects").is_dir():  # objects are found again by the hash of their sources
-        shutil.copytree(ROOT / "build/emulator/objects", TREE / "build/emulator/objects")
-    for build in (LIBRARY, EMULATOR):
-        if any(build in builds_of(patch) for patch in patches):
-            must(build)
+    for built in ("build/kernels", "build/emulator/objects"):
+        if (ROOT / built).is_dir():
+            shutil.copytree(ROOT / built, TREE / built, dirs_exist_ok=True)
+    for words in (LIBRARY, EMULATOR):
+        if any(words in patch.builds for patch in patches):
+            build(words)
     shutil.copytree(TREE, CLEAN)
 
 
-def pytest(run: Run, tree: Path, test: str | None = None) -> subprocess.CompletedProcess:
-    """The run's tests, or one of them. The exit status is 1 if a test fails, and above if none runs."""
-    where, file, expression = run
-    words = [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+def pytest(where: str, file: str, expression: str, tree: Path, test: str = "") -> subprocess.CompletedProcess:
+    """The tests of a run, or one of them. The exit status is 1 if a test fails, and above if none runs."""
+    words = [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{test or file}"]
     if where == "cpu":
-        selected = [f"tests/{test}"] if test else [f"tests/{file}", "-k", expression]
-        return command([*words, "-m", "not gpu", *selected], tree, TIMEOUT)
-    selected = [f"tests/{test}"] if test else [f"tests/{file}", "-k", f"({SELECTED[file]}) and ({expression})"]
+        return command([*words, "-m", "not gpu", *([] if test else ["-k", expression])], tree, TIMEOUT)
+    words += ["-p", "plugin", "-m", "gpu", *([] if test else ["-k", f"({SELECTED[file]}) and ({expression})"])]
     path = f"{tree}/build/emulator/package:{tree}/emulator"
-    environment = {"PYTHONPATH": path, "FLASH_QLA_QUIET": "1", "EMULATED_SMS": sms_of(file)}
-    return command([*words, "-p", "plugin", "-m", "gpu", *selected], tree, TIMEOUT, **environment)
+    return command(words, tree, TIMEOUT, PYTHONPATH=path, FLASH_QLA_QUIET="1", EMULATED_SMS=sms_of(file))
 
 
-def plant(patch: Path) -> str | None:
+def plant(patch: Patch) -> str | None:
     """The test that finds the fault, or None."""
     shutil.rmtree(TREE)
     shutil.copytree(CLEAN, TREE)
-    must(["git", "apply", "--unidiff-zero", patch])
-    for build in builds_of(patch):
-        must(build)
-    for run in runs_of(patch):
+    for words in (["git", "apply", "--unidiff-zero", patch.path], *patch.builds):
+        build(words)
+    for run in patch.runs:
         try:
-            result = pytest(run, TREE)
+            result = pytest(*run, TREE)
         except subprocess.TimeoutExpired:
             return f"{run[1]} does not end"
         if result.returncode > 1:
             raise Broken(result.stdout[-2000:])
         if result.returncode != 0:
             found = re.search(r"^(?:FAILED|ERROR) tests/(.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
-            test = found and found.group(1)
-            if pytest(run, CLEAN, test).returncode != 0:
+            test = found.group(1) if found else ""
+            if pytest(*run, CLEAN, test).returncode != 0:
                 raise Broken(f"{test or run[1]} fails without the fault, too")
             return test or f"{run[1]} crashes"
     return None
@@ -138,23 +125,21 @@ def plant(patch: Path) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="NAME", default="", help="faults whose names match this regular expression")
-    options = parser.parse_args()
-    patches = [patch for patch in sorted(TESTS.glob("plants/*.patch")) if re.search(options.only, patch.stem)]
-    if not patches:
-        parser.error(f"no fault's name matches {options.only!r}")
+    only = parser.parse_args().only
+    patches = [Patch(path) for path in sorted(ROOT.glob("tests/plants/*.patch")) if re.search(only, path.stem)]
     prepare(patches)
     killed = 0
     for patch in patches:
         start = time.monotonic()
         try:
             test = plant(patch)
-            verdict, why = ("killed", test) if test else ("survived", patch.read_text().partition("\n")[0])
+            verdict, why = ("killed", test) if test else ("survived", patch.reason)
         except Broken as error:
-            verdict, why = "broken", str(error)
+            verdict, why = "broken", error
         killed += verdict == "killed"
-        print(f"{verdict:8} {patch.stem:40} {time.monotonic() - start:4.0f} s  {why}", flush=True)
+        print(f"{verdict:8} {patch.path.stem:40} {time.monotonic() - start:4.0f} s  {why}", flush=True)
     print(f"{killed} of {len(patches)} killed")
-    return 0 if killed == len(patches) else 1
+    return 0 if patches and killed == len(patches) else 1
 
 
 if __name__ == "__main__":
