@@ -8,8 +8,6 @@ It prints each launch with its grid and seconds, and each error with its bar. Th
 launched, or an error is over its bar.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess
@@ -43,19 +41,6 @@ KERNELS = {
     "decode": ("decode", {}, {"state_v_first": True}),
     "decode_buffered": ("decode_buffered", {}, {"state_v_first": True}),
 }
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m emulator", description=__doc__.splitlines()[0])
-    parser.add_argument("--kernel", required=True, choices=KERNELS)
-    parser.add_argument("--shape", default="1x130", help="B x T, or lengths of packed sequences as in 300+0+64")
-    parser.add_argument("--heads", default="2x4", help="H_k x H_v")
-    parser.add_argument("--head-dims", metavar="KxV", help="128x128, or 256x128 for kernels of wide keys")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
-    parser.add_argument("--l2norm", action="store_true", help="of queries and keys, inside")
-    parser.add_argument("--activations", action="store_true", help="pre-activation gates and betas")
-    parser.add_argument("--mode", nargs="+", metavar="FIELD=N", help="of flash_qla.testing.forced_dispatch")
-    return parser.parse_args(arguments)
 
 
 def case_of(options: argparse.Namespace, more: dict):
@@ -96,8 +81,17 @@ def check(call: str, case, mode: dict) -> list[str]:
     return [*accuracy.table(accuracy.worst_errors()), *(f"MISS {miss}" for miss in misses)]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m emulator", description=__doc__.splitlines()[0])
+    parser.add_argument("--kernel", required=True, choices=KERNELS)
+    parser.add_argument("--shape", default="1x130", help="B x T, or lengths of packed sequences as in 300+0+64")
+    parser.add_argument("--heads", default="2x4", help="H_k x H_v")
+    parser.add_argument("--head-dims", metavar="KxV", help="128x128, or 256x128 for kernels of wide keys")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--l2norm", action="store_true", help="of queries and keys, inside")
+    parser.add_argument("--activations", action="store_true", help="pre-activation gates and betas")
+    parser.add_argument("--mode", nargs="+", metavar="FIELD=N", help="of flash_qla.testing.forced_dispatch")
+    options = parser.parse_args()
     which, mode, more = KERNELS[options.kernel]
     if options.mode is not None:
         mode = {name: int(value) for name, value in (field.split("=") for field in options.mode)}

@@ -286,7 +286,8 @@ void record_launch(const Instance* launched, dim3 grid, std::chrono::steady_cloc
   for (const auto& [name, instance] : instances()) {
     if (&instance == launched) {
       const double seconds = std::chrono::duration<double>(time).count();
-      std::fprintf(file, "%s %s %ux%ux%u %.3f\n", instance.kernel.name.c_str(), name.c_str(), grid.x, grid.y, grid.z, seconds);
+      std::fprintf(file, "%s %s %ux%ux%u %.3f\n", instance.kernel.name.c_str(), name.c_str(), grid.x, grid.y, grid.z,
+                   seconds);
     }
   }
   std::fclose(file);

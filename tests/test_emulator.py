@@ -91,6 +91,14 @@ def test_one_kernel(package, arguments, status):
     assert (f"{kernel} was not launched" if status else f"{kernel}_bf16") in result.stdout, result.stdout
 
 
+def test_every_kernel_has_a_call():
+    sys.path.append(str(TESTS.parent))
+    from emulator.__main__ import KERNELS as CALLS
+    from kernels_tl.instances import INSTANCES
+
+    assert CALLS.keys() == {instance.kernel for instance in INSTANCES}
+
+
 def test_a_driver_that_refuses_the_kernels(package):
     """The error names the kernel, the driver, and what to do. An environment makes the emulated driver older."""
     code = """
