@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 #include <sys/mman.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -273,6 +274,23 @@ CUresult get_kernel(CUkernel* kernel, CUlibrary, const char* name) {
   }
   *kernel = reinterpret_cast<CUkernel>(&found->second);
   return CUDA_SUCCESS;
+}
+
+// A line in the file that the environment names: kernel, instance, grid and seconds.
+void record_launch(const Instance* launched, dim3 grid, std::chrono::steady_clock::duration time) {
+  const char* const path = std::getenv("EMULATED_LAUNCHES");
+  std::FILE* const file = path != nullptr ? std::fopen(path, "a") : nullptr;
+  if (file == nullptr) {
+    return;
+  }
+  for (const auto& [name, instance] : instances()) {
+    if (&instance == launched) {
+      const double seconds = std::chrono::duration<double>(time).count();
+      std::fprintf(file, "%s %s %ux%ux%u %.3f\n", instance.kernel.name.c_str(), name.c_str(), grid.x, grid.y, grid.z,
+                   seconds);
+    }
+  }
+  std::fclose(file);
 }
 
 }  // namespace
@@ -562,6 +580,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
   }
   emulator::launches::begin(instance.kernel, config->numAttrs > 0, arguments);
   const dim3 grid = config->gridDim;
+  const auto start = std::chrono::steady_clock::now();
   for (unsigned z = 0; z < grid.z; ++z) {
     for (unsigned y = 0; y < grid.y; ++y) {
       for (unsigned x = 0; x < grid.x; ++x) {
@@ -571,6 +590,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
     }
   }
   emulator::launches::end();
+  emulator::record_launch(&instance, grid, std::chrono::steady_clock::now() - start);
   return cudaSuccess;
 }
 

@@ -240,6 +240,19 @@ def check_gradients(actual: dict, expected: Gradients, *, dtype: torch.dtype, ca
             assert not x[wanted == 0].any(), f"{name}: expected exactly zero in some elements [{case}]"
 
 
+def compare(actual: dict, expected: dict, sizes: dict, *, dtype: torch.dtype, case: object) -> tuple[dict, list[str]]:
+    """The relative L2 errors by name, and in words those that are over their bars."""
+    errors, misses = {}, []
+    for name, x in actual.items():
+        wanted, size = expected[name], sizes.get(name)
+        errors[name] = relative_error(x, wanted, size) if x.numel() else 0.0
+        try:
+            check(name, x, wanted, dtype=dtype, case=case, size=size, g_cumsum=expected["g_cumsum"])
+        except AssertionError as miss:
+            misses.append(str(miss))
+    return errors, misses
+
+
 @contextlib.contextmanager
 def not_measured():
     """Checks inside the block, such as those of planted errors, do not count among the worst."""

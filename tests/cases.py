@@ -320,12 +320,14 @@ def of_formula(inputs: dict) -> dict:
     return {name: x for name, x in inputs.items() if name not in ("auto_cp", "max_seqlen")}
 
 
-def reference_of(inputs: dict) -> reference.Reference:
-    return reference.gated_delta_rule(**of_formula(inputs))
+def reference_of(inputs: dict, dtype: torch.dtype = torch.float64) -> reference.Reference:
+    return reference.gated_delta_rule(**of_formula(inputs), dtype=dtype)
 
 
-def reference_gradients(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None) -> reference.Gradients:
-    return reference.gated_delta_rule_bwd(**of_formula(inputs), do=do, dht=dht)
+def reference_gradients(
+    inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None, dtype: torch.dtype = torch.float64
+) -> reference.Gradients:
+    return reference.gated_delta_rule_bwd(**of_formula(inputs), do=do, dht=dht, dtype=dtype)
 
 
 def run_forward(inputs: dict, output_h: bool = True, output_final_state: bool = True):
@@ -460,9 +462,9 @@ def covered_tokens(case: Case) -> int:
     return case.T if case.lengths is None else sum(case.lengths)
 
 
-def expected_outputs(inputs: dict) -> dict:
+def expected_outputs(inputs: dict, dtype: torch.dtype = torch.float64) -> dict:
     """The reference's value of every output of the low-level function, by name."""
-    expected, ready = reference_of(inputs), activated(inputs)
+    expected, ready = reference_of(inputs, dtype), activated(inputs)
     cu_seqlens, l2norm = inputs["cu_seqlens"], inputs["use_qk_l2norm_in_kernel"]
     return {
         "g_cumsum": cumulative_gates(inputs),
@@ -471,6 +473,13 @@ def expected_outputs(inputs: dict) -> dict:
         "h": expected.h,
         "final_state": expected.final_state,
     }
+
+
+def expected_of_both(inputs: dict, gradients: dict, dtype: torch.dtype = torch.float64) -> tuple[dict, dict]:
+    """The same of both passes, and the sizes of gradients that may cancel."""
+    derivatives = reference_gradients(inputs, **gradients, dtype=dtype)
+    of_backward = {name: getattr(derivatives, name) for name in ALL_GRADIENTS_OF.values()}
+    return expected_outputs(inputs, dtype) | of_backward, derivatives.sizes
 
 
 def check_forward(case: Case, device: str) -> None:

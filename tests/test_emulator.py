@@ -73,6 +73,32 @@ def test_in_emulation(package, sms):
     assert passed == files.keys() and "FAILED" not in result.stdout, result.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    (
+        ("--kernel segment_scan --shape 130+0+64", 0),
+        ("--kernel token_gradients --shape 1x70 --heads 1x2", 0),
+        ("--kernel decode_buffered --shape 2x1", 0),
+        ("--kernel segment_scan --shape 1x70 --mode fused=1", 1),
+    ),
+)
+def test_one_kernel(package, arguments, status):
+    """`python -m emulator` launches the kernel and finds it right; or says that nothing launches it."""
+    command = [sys.executable, "-m", "emulator", *arguments.split()]
+    result = subprocess.run(command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    kernel = arguments.split()[1]
+    assert result.returncode == status and "MISS" not in result.stdout, result.stdout
+    assert (f"{kernel} was not launched" if status else f"{kernel}_bf16") in result.stdout, result.stdout
+
+
+def test_every_kernel_has_a_call():
+    sys.path.append(str(TESTS.parent))
+    from emulator.__main__ import KERNELS as CALLS
+    from kernels_tl.instances import INSTANCES
+
+    assert CALLS.keys() == {instance.kernel for instance in INSTANCES}
+
+
 def test_a_driver_that_refuses_the_kernels(package):
     """The error names the kernel, the driver, and what to do. An environment makes the emulated driver older."""
     code = """
