@@ -31,7 +31,7 @@ launches at most one CTA per SM. A CTA takes every ctas-th work tile, and skips 
 - M is the left factor, and S goes through shared memory between products, so that a CTA may have few columns.
 - Z arrives in shared memory by TMA, and the new S leaves from there. Loads and stores of 32 bytes per thread would
   take as long as the rest.
-- With `concurrent`, the scan of gradients is concurrent with the scan of states, which is launched just before. That scan
+- With `concurrent`, the scan of gradients overlaps the scan of states, which is launched just before. That scan
   waits for its predecessors before it triggers this one, so the inputs are there. Otherwise this kernel waits itself.
 - If a sequence's first state is FROM_SCAN (plan/chunk_plan.py), the scan copies it to its segment's slot.
 - A head that needs no maps (segment_memory) has no scan, but perhaps that copy.
