@@ -1,6 +1,6 @@
 // The library's C functions, besides its ops: what was compiled, whether it runs here, and what a call would launch.
-// flash_qla._C wraps all but three. Those three use plain integers, for flash_qla/_binary.py, which calls them by ctypes
-// because the ops work without _C.
+// flash_qla._C wraps all but three. Those three use plain integers, for flash_qla/_binary.py, which calls them by
+// ctypes because the ops work without _C.
 //
 // The library and _C each have a libstdc++ of their own, so only plain structs pass between them, and no exceptions.
 // Pointers to text or to several items are valid until the thread's next question. An error is a sentence; nullptr:

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SEGMENTS, FUSED_SEGMENTS = {"segment_chunks": 1}, {"value_tile": 128, "segment_chunks": 1, "fused_segments": 1}
+SEGMENTS, FUSED_SEGMENTS = {"segment_chunks": 1}, {"value_tile": 128, "segment_chunks": 1, "fused": 1}
 WHOLE = {"value_tile": 128, "segment_chunks": 0}
 WIDE, L2NORM = {"K": 256}, {"use_qk_l2norm_in_kernel": True, "keys": "raw"}
 # The call that launches a kernel, the mode of its dispatch, and fields of Case

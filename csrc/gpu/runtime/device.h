@@ -30,7 +30,7 @@ const Gpu& gpu_of(const Tensor& tensor);
 // was found. Empty if they run.
 std::string obstacle(int driver_cuda_version, int major, int minor);
 
-// The text for the case that this driver refuses a kernel's code, although `obstacle` is empty: what was found, and what to do.
+// The text if this driver refuses a kernel's code although `obstacle` is empty: what was found, and what to do.
 std::string refusal(int driver_cuda_version);
 
 // Throws, with the argument's name, if the call runs on a CPU only: dtypes, head dims, sizes, architecture.
