@@ -317,6 +317,23 @@ def test_bundles(tmp_path):
 
 @pytest.mark.build
 @needs_tilelang
+def test_unused_variables_do_not_reach_ptxas(built):
+    from build_tools.nvrtc import without_unused_variables
+
+    unused = (
+        ".global .align 4 .b8 _ZN7cutlass5widthE[4] = {32, 0, 0, 0};\n"
+        ".visible .const .align 1 .b8 _ZN4cute1_E;\n"
+        ".weak .global .align 8 .u64 first = second;\n"
+    )
+    used = ".const .align 8 .b8 table[16];\n.extern .shared .align 1024 .b8 buffer[];\n"
+    code = ".visible .entry kernel() {\n\tld.const.u32 %r1, [table];\n}\n"
+    assert without_unused_variables(unused + used + code) == used + code
+    ptx = (built.parent / "out/scale_fp16.ptx").read_text()
+    assert ".entry scale_fp16" in ptx and not re.search(r"^\.(global|const) ", ptx, re.MULTILINE)
+
+
+@pytest.mark.build
+@needs_tilelang
 def test_only_kernels_that_wait_overlap_their_predecessor(built):
     launchers = (built.parent / "out/launchers.cpp").read_text()
     functions = re.findall(r"^void launch_(\w+)\((.*?)^}", launchers, re.MULTILINE | re.DOTALL)
