@@ -107,10 +107,20 @@ class IndexTable(Bundle):
     def exists(self):
         return self.kind != TableKind.NONE
 
-    def record(self, contiguous=False):
-        """The Table of core/slots.cuh. A table that the host makes contiguous takes fewer registers."""
-        stride = self.columns if contiguous else self.stride
-        return extern("Table", T.access_ptr(self.entries[0], "r"), self.kind, stride, self.columns)
+    def record(self):
+        """The Table of core/slots.cuh."""
+        return self._record(self.stride, self.columns)
+
+    def contiguous(self):
+        """The same for a table that the host makes contiguous. It takes fewer registers."""
+        return self._record(self.columns, self.columns)
+
+    def vector(self):
+        """The same for one that the host makes contiguous, with one column."""
+        return self._record(1, 1)
+
+    def _record(self, stride, columns):
+        return extern("Table", T.access_ptr(self.entries[0], "r"), self.kind, stride, columns)
 
 
 class Sequences(Bundle):

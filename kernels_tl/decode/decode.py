@@ -149,7 +149,7 @@ class DecodeTables(Bundle):
         )
 
     def first_slots(self, slots):
-        tables = (self.state_indices.record(contiguous=True), self.accepted.record(contiguous=True))
+        tables = (self.state_indices.contiguous(), self.accepted.contiguous())
         return extern("FirstSlots", *tables, self.null_index, T.Cast("int64", slots))
 
 
@@ -235,10 +235,10 @@ def decode(dtype, K, state_dtype, path):
                 extern(
                     "DecodePlan",
                     indices.first_slots(slots),
-                    indices.offsets.record(contiguous=True),
-                    indices.write_indices.record(contiguous=True),
-                    indices.state_rows.record(contiguous=True),
-                    indices.parents.record(contiguous=True),
+                    indices.offsets.vector(),
+                    indices.write_indices.contiguous(),
+                    indices.state_rows.vector(),
+                    indices.parents.contiguous(),
                     T.Cast("int32", tokens),
                     length,
                     update_state != 0,

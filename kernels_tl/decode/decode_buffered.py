@@ -81,7 +81,7 @@ class DecodeBacklog(Bundle):
         )
 
     def first_slots(self, slots):
-        tables = (self.state_indices.record(contiguous=True), extern("no_table"))
+        tables = (self.state_indices.vector(), extern("no_table"))
         return extern("FirstSlots", *tables, self.null_index, T.Cast("int64", slots))
 
     def of_head(self, strides, hv, group, length):
@@ -91,8 +91,8 @@ class DecodeBacklog(Bundle):
             T.access_ptr(self.k_cache[0, 0, 0, 0], "rw"),
             T.access_ptr(self.g_cache[0, hv, 0], "rw"),
             *(strides[name] for name in ("d_slot", "k_slot", "g_slot")),
-            self.write_pos.record(contiguous=True),
-            self.force_flush.record(contiguous=True),
+            self.write_pos.vector(),
+            self.force_flush.vector(),
             T.Cast("int32", length),
             T.truncdiv(hv, group),
             T.truncmod(hv, group) == 0,
