@@ -313,18 +313,6 @@ def packed(inputs: dict, one_token: bool, stride: int = 1) -> dict:
     return found
 
 
-def test_packed_gates_of_one_projection(device):
-    """a and b are every second column of one tensor [B, 2 H_v]."""
-    case = for_device(Case(), device)
-    inputs = make_inputs(case, device)
-    expected = packed(inputs, True) | {"state_pool": inputs["state_pool"].clone()}
-    o = decode_gated_delta_rule_packed(**expected)
-    arguments = packed(inputs, True)
-    ab = torch.stack((arguments["a"], arguments["b"]), -1)
-    assert torch.equal(decode_gated_delta_rule_packed(**arguments | {"a": ab[..., 0], "b": ab[..., 1]}), o)
-    assert torch.equal(arguments["state_pool"], expected["state_pool"])
-
-
 @pytest.mark.usefixtures("errors_change_nothing")
 def test_packed_errors():
     arguments = packed(make_inputs(Case()), True)
@@ -360,44 +348,6 @@ def test_layouts_have_the_same_bits(T, with_rows, device):
     assert torch.equal(inputs["state_pool"], others["state_pool"].transpose(-2, -1))
     if with_rows:
         assert torch.equal(inputs["intermediate_states"], others["intermediate_states"].transpose(-2, -1))
-
-
-@pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
-@pytest.mark.parametrize("v_first", (True, False))
-@pytest.mark.parametrize("T", (1, 4))
-def test_ready_gates_that_forget(T, v_first, state_dtype, device):
-    """g = -inf: the state before the token does not matter, whatever finite numbers it has."""
-    case = for_device(Case(T=T, state_dtype=state_dtype, v_first=v_first, ready="g beta", plain=True), device)
-    results = []
-    for factor in (1, 1e4):
-        inputs = make_inputs(case, device)
-        inputs["a"][:, 0] = -torch.inf
-        inputs["state_pool"] *= factor
-        expected, states = states_after_tokens(inputs)
-        before = inputs["state_pool"].clone()
-        o = decode_gated_delta_rule(**inputs)
-        check(inputs, {n: s[-1] for n, s in enumerate(states)}, o, expected, before)
-        results.append((o, inputs["state_pool"]))
-    for x, y in zip(*results, strict=True):
-        assert torch.equal(x, y)
-
-
-def test_a_sequence_does_not_depend_on_the_others(device):
-    """The bits are the same alone, in another place, and beside a sequence without a slot."""
-    inputs = make_inputs(for_device(Case(B=4, T=3, dtype=BF16, state_dtype=BF16), device), device)
-    before = inputs["state_pool"].clone()
-    o = decode_gated_delta_rule(**inputs)
-    of_tokens, slots = ("q", "k", "v", "a", "b"), inputs["state_indices"]
-    for n in range(4):
-        pool = before.clone()
-        alone = {name: inputs[name][n : n + 1] for name in of_tokens} | {"state_indices": slots[n : n + 1]}
-        assert torch.equal(decode_gated_delta_rule(**inputs | alone | {"state_pool": pool}), o[n : n + 1])
-        assert torch.equal(pool[slots[n]], inputs["state_pool"][slots[n]])
-    order = torch.tensor([2, 0, 3, 1], device=device)
-    shuffled = {name: inputs[name][order] for name in of_tokens} | {"state_indices": slots[order].clone()}
-    shuffled["state_indices"][1] = -1
-    shuffled_o = decode_gated_delta_rule(**inputs | shuffled | {"state_pool": before.clone()})
-    assert torch.equal(shuffled_o[[0, 2, 3]], o[order][[0, 2, 3]]) and not shuffled_o[1].any()
 
 
 # Registration

@@ -241,27 +241,6 @@ def test_a_sequence_does_not_depend_on_the_others(B, state_dtype, device):
         assert all(torch.equal(alone[name][slot], call[name][slot]) for name in written)
 
 
-@pytest.mark.parametrize("ready", (False, True))
-@pytest.mark.parametrize("contiguous", (False, True))
-def test_without_a_pool(ready, contiguous, device):
-    """A state for each sequence, gates and step sizes that are ready, and memory for o."""
-    case = for_device(Case(T=6, B=3, slots=3, K=64, V=64), device)
-    call = make_call(case, 4, device)
-    expected = Reference(call | {"state_indices": torch.arange(3)})
-    del call["state_indices"]
-    arguments = call | {"state_indices": None}
-    if ready:
-        g = -call["A_log"].exp() * F.softplus(call["a"] + call["dt_bias"])
-        arguments |= {"a": g, "b": call["b"].sigmoid(), "A_log": None, "dt_bias": None}
-    for t in range(6):
-        out = torch.full((3, 1, case.H_v, 1 if contiguous else 2, case.V), 7.0, device=device).to(case.dtype)[
-            :, :, :, 0
-        ]
-        step = step_of(arguments, t) | {"write_pos": torch.full_like(call["write_pos"], t % 4), "out": out}
-        assert decode_gated_delta_rule_buffered(**arguments | step) is out
-        assert relative_error(out.cpu(), expected.step(t)) <= BARS[out.dtype]
-
-
 # Registration
 
 

@@ -168,11 +168,12 @@ def check_order_of_a_batch(call):
 
 
 @every_op
-def test_sequences_by_themselves(device, name):
+@pytest.mark.parametrize("state_dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_sequences_by_themselves(device, name, state_dtype):
     """The bits are the same in any batch on the CPU, and for decoding on the GPU."""
     if device == "cuda" and not name.startswith("decode"):
         pytest.skip("on a GPU kernels are chosen by the shapes of a batch")
-    call = make_call(name, device)
+    call = make_call(name, device, state_dtype=state_dtype)
     expected = call()
     for n in range(4):
         alone = call.permuted([n])
@@ -184,8 +185,9 @@ def test_sequences_by_themselves(device, name):
 
 
 @every_op
-def test_any_number_of_cpu_threads(name):
-    call = make_call(name, "cpu")
+@pytest.mark.parametrize("options", ({}, ALL_INSIDE | {"g_dtype": torch.bfloat16}), ids=("ready", "raw"))
+def test_any_number_of_cpu_threads(name, options):
+    call = make_call(name, "cpu", H_k=2, H_v=6, **options)
     threads = torch.get_num_threads()
     try:
         results = []
