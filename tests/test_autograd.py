@@ -25,7 +25,6 @@ from every_op import NAMES, make_call
 from reference import one_thread
 from subprocesses import run_python, run_side_by_side
 from torch._dynamo import compiled_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import checkpoint
@@ -352,43 +351,6 @@ def test_training_runs_the_op_of_inference(device):
 # torch.compile
 
 
-def layer(q, k, v, g, beta, initial_state, cu_seqlens):
-    """Something before and after the op, for the compiler to fuse."""
-    o, state = flash_qla.chunk_gated_delta_rule(
-        q,
-        k,
-        v,
-        -g.exp(),
-        beta.sigmoid(),
-        initial_state=initial_state,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=cu_seqlens,
-    )
-    return o * 2, state
-
-
-@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
-def test_compile_training_once_for_all_lengths(device, backend):
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
-    # No two sizes are equal in the first call: the compiler would take them for one symbol.
-    for seed, lengths in enumerate(((65, 30, 1, 0, 4), (3, 200, 64, 2, 7, 0, 1, 70), (30, 0, 5, 9, 0, 0, 8))):
-        case = Case(lengths=lengths, seed=seed)
-        inputs, gradients = make_inputs(case, device), make_gradients(case, device)
-        results = []
-        for function in (compiled, layer):
-            leaves = [inputs[name].detach().requires_grad_() for name in (*INPUTS, "initial_state")]
-            outputs = function(*leaves, inputs["cu_seqlens"])
-            results.append((*outputs, *torch.autograd.grad(outputs, leaves, tuple(gradients.values()))))
-        # Not equal: a fused -g.exp() is rounded differently.
-        for x, y in zip(*results, strict=True):
-            assert x.dtype == y.dtype
-            assert accuracy.relative_error(x, y.double()) <= accuracy.BF16_BAR
-    assert counter.frame_count == 1
-
-
 def test_compile_a_loss_and_its_gradients(device):
     """Dense, and with the backward's expanded gradient inside the graph."""
 
@@ -427,13 +389,11 @@ def test_checkpoint(device, use_reentrant):
     """The same bits as without, if the first pass, which has no gradients if reentrant, takes the same kernels."""
     case = Case(lengths=(70, 3), keys="raw")
     inputs, gradients = make_inputs(case, device), make_gradients(case, device)
-    names = (*INPUTS, "initial_state")
-    results = []
+    function, results = both_functions(inputs | {"use_qk_l2norm_in_kernel": True})[0], []
     for recompute in (False, True):
-        leaves = [inputs[name].detach().requires_grad_() for name in names]
-        arguments = (*leaves, inputs["cu_seqlens"])
+        leaves = leaves_of(inputs)
         with forward_mode(fused=0):
-            outputs = checkpoint(layer, *arguments, use_reentrant=use_reentrant) if recompute else layer(*arguments)
+            outputs = checkpoint(function, *leaves, use_reentrant=use_reentrant) if recompute else function(*leaves)
             torch.autograd.backward(outputs, tuple(gradients.values()))
         results.append([*outputs, *(x.grad for x in leaves)])
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))

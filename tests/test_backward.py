@@ -1,63 +1,27 @@
 """The backward on every device, against the fp64 recurrence in reverse. test_pairs.py has all arguments, in all
 pairs."""
 
-import dataclasses
-
 import accuracy
 import pytest
 import torch
 from cases import (
     GRADIENT_OF,
-    LONG_CASES,
     Case,
-    check_backward,
     equal,
     make_gradients,
     make_inputs,
-    parametrize,
     reference_gradients,
     run_all,
-    run_autograd,
     run_backward,
 )
 
 import flash_qla
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-ALL_FP64 = {"dtype": FP64, "g_dtype": FP64, "beta_dtype": FP64, "initial_state": FP64, "dht": FP64}
 BY_TOKEN = ("dq", "dk", "dv", "db", "dg")
 
 
-# Lengths
-
-
-@pytest.mark.long
-@parametrize(
-    Case(T=4095, H_k=1, H_v=2),
-    Case(T=2000, H_k=1, H_v=1, gate="logsigmoid", dtype=FP16, state_v_first=True),
-    Case(lengths=(1500, 1, 600), H_k=1, H_v=2, gate="logsigmoid", padding=3),
-)
-def test_long(device, case):
-    check_backward(case, device)
-
-
-@pytest.mark.gpu
-@parametrize(*LONG_CASES, Case(T=4095, H_k=1, H_v=2, gate="logsigmoid", dtype=FP16, state_v_first=True))
-def test_long_on_gpu(case):
-    check_backward(case, "cuda")
-
-
 # Gates
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("auto_cp", (True, False))
-def test_gates_near_the_context_parallel_threshold(auto_cp):
-    """Long sequences on few heads, whose ends still show at their starts by factors from e^-4 to e^-48 and more; a
-    small beta makes the decay of the state's gradient the thing that is tested."""
-    case = Case(T=2048, H_k=1, H_v=4, gate="near_threshold", beta="0.01", state_scale=30, auto_cp=auto_cp)
-    check_backward(case, "cuda")
-    check_backward(dataclasses.replace(case, T=4096, H_v=16), "cuda")
 
 
 @pytest.mark.parametrize("gate", ("underflow", "softplus"))
@@ -74,17 +38,6 @@ def test_strong_decay_forgets_without_nan(device, gate):
         middle = actual[name][:, 64:128], getattr(expected, name)[:, 64:128]
         accuracy.check(name, *middle, dtype=BF16, case=case, size=size)
     accuracy.check("dh0", actual["dh0"], expected.dh0, dtype=BF16, case=case)
-
-
-# Heads
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", ((8, 24), (16, 16), (4, 32), (16, 64)), ids=lambda heads: f"{heads}")
-def test_many_heads_on_gpu(heads):
-    H_k, H_v = heads
-    check_backward(Case(B=2, T=130, H_k=H_k, H_v=H_v), "cuda")
-    check_backward(Case(lengths=(100, 20), H_k=H_k, H_v=H_v, gate="logsigmoid"), "cuda")
 
 
 # States and their gradients
@@ -163,43 +116,3 @@ def test_backward_twice(device):
     once = [x.grad.clone() for x in leaves]
     loss.backward()
     assert all(torch.equal(x.grad, dx + dx) for x, dx in zip(leaves, once, strict=True))
-
-
-# The CPU alone: fp32 and fp64, any head dimension
-
-
-@parametrize(
-    Case(T=1030, H_k=1, H_v=1, dtype=FP32, gate="logsigmoid"),
-    Case(T=1030, H_k=1, H_v=1, gate="zero", **ALL_FP64),
-    *(Case(T=130, H_k=1, K=K, V=V, dtype=FP64) for K, V in ((1, 1), (129, 33), (256, 128))),
-)
-def test_cpu_dtypes_and_head_dims(case):
-    check_backward(case, "cpu")
-
-
-def test_fp64_gradients_are_not_rounded():
-    """Gates, beta and states in fp64 reach fp64 gradients as they are."""
-    case = Case(T=70, gate="logsigmoid", **ALL_FP64)
-    inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
-    exact = run_backward(inputs, **gradients)
-    for name in ("g", "beta", "initial_state"):
-        rounded = run_backward({**inputs, name: inputs[name].float()}, **gradients)
-        assert 1e-10 < (exact["dk"] - rounded["dk"]).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("name", GRADIENT_OF)
-def test_finite_differences(name):
-    """The slope of a loss in a random direction, from two forward passes; nothing of the tests' reference is in it."""
-    case = Case(lengths=(70, 0, 3), H_k=1, H_v=2, K=5, V=3, keys="raw", use_qk_l2norm_in_kernel=True, **ALL_FP64)
-    inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
-    direction = torch.randn(inputs[name].shape, generator=torch.Generator().manual_seed(1), dtype=FP64)
-
-    def loss(step):
-        moved = {**inputs, name: inputs[name] + step * direction}
-        o, final_state = flash_qla.chunk_gated_delta_rule(**moved, output_final_state=True)
-        return (o * gradients["do"]).sum() + (final_state * gradients["dht"]).sum()
-
-    step = 1e-5
-    slope = (loss(step) - loss(-step)) / (2 * step)
-    gradient = run_autograd(inputs, **gradients)[GRADIENT_OF[name]]
-    assert abs((gradient * direction).sum() - slope) <= 1e-8 * gradient.norm() * direction.norm()

@@ -293,7 +293,7 @@ def test_what_is_left_out(keys, mode):
 # 40: more than the warp looks at in one go
 @each_mode((64, 5), (64, 40), FUSED_SEGMENTS[5], (128, 40, None, 1))
 def test_each_head_and_segment_decides_for_itself(mode):
-    """Heads that forget everything in some chunks (e^-64) and nothing in the others."""
+    """Heads that forget everything in some chunks (e^-64) and nothing in the others, in both passes."""
     n = mode[1]
     T = (2 * n + 1) * 64
     strong = (
@@ -301,15 +301,18 @@ def test_each_head_and_segment_decides_for_itself(mode):
         (n + 2,),  # the second segment's third chunk
         (n - 1, 2 * n - 1),  # the first and the second segment's last ones
         (0, n),  # their first ones
+        (2 * n,),  # the last one
         range(T // 64),
     )
     case = Case(T=T, H_k=1, H_v=len(strong), gate="zero")
-    inputs = make_inputs(case, "cuda")
+    inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")
     for head, chunks in enumerate(strong):
         for chunk in chunks:
             inputs["g"][:, 64 * chunk : 64 * (chunk + 1), head] = -1
-    with forward_mode(*mode):
-        check_outputs(case, inputs, expected_outputs(inputs), f"{case}, strong gates in some chunks")
+    name = f"{case}, strong gates in some chunks"
+    with forward_mode(*mode), backward_mode(n):
+        check_outputs(case, inputs, expected_outputs(inputs), name)
+        check_gradients(case, inputs, gradients, reference_gradients(inputs, **gradients), name)
 
 
 # The kernels of maps compute short maps after long ones if there are more maps than SMs.
@@ -434,22 +437,6 @@ def test_backward_of_more_sequences_than_one_step_of_the_plan(segment_chunks):
 @each_segment(1)
 def test_backward_of_more_scans_than_ctas(segment_chunks):
     check_backward_mode(SCANS, segment_chunks)
-
-
-@each_segment(5, 40)  # 40: more than the warp looks at in one go
-def test_each_head_and_segment_of_the_backward_decides_for_itself(segment_chunks):
-    """Heads that forget everything in some chunks (e^-64) and nothing in the others."""
-    n = segment_chunks
-    T = (2 * n + 1) * 64
-    strong = ((), (n + 2,), (n - 1, 2 * n - 1), (0, n), (2 * n,), range(T // 64))
-    case = Case(T=T, H_k=1, H_v=len(strong), gate="zero")
-    inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")
-    for head, chunks in enumerate(strong):
-        for chunk in chunks:
-            inputs["g"][:, 64 * chunk : 64 * (chunk + 1), head] = -1
-    with backward_mode(segment_chunks):
-        expected = reference_gradients(inputs, **gradients)
-        check_gradients(case, inputs, gradients, expected, f"{case}, strong gates in some chunks")
 
 
 @MORE_MAPS_THAN_SMS

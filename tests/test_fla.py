@@ -177,8 +177,17 @@ LONG_CASES = (  # for the GPU
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Head dimensions that flash_qla has, and FLA without the integration does not let it have: those of released models,
+# OLMo-Hybrid's among them, the default of FLA's layer and the same with keys of 128, and at the borders
+HEAD_DIMS = ((64, 64), (64, 128), (96, 192), (128, 256), (128, 64), (120, 512), (256, 512), (136, 64))
+FEW_CHANNELS = Case(lengths=(5, 70), **FEW, K=8, V=8, **INSIDE, state_v_first=True)
+OF_HEAD_DIMS = [dataclasses.replace(FEW_CHANNELS, K=K, V=V, padding=30) for K, V in HEAD_DIMS]
+
+
+@pytest.mark.parametrize("case", (*CASES, *OF_HEAD_DIMS), ids=str)
 def test_function(case, device):
+    if case in OF_HEAD_DIMS:
+        use_flash_qla()
     check(case, device)
 
 
@@ -186,17 +195,6 @@ def test_function(case, device):
 @pytest.mark.parametrize("case", LONG_CASES, ids=str)
 def test_function_at_length(case):
     check(case, "cuda", with_naive=False)
-
-
-# Head dimensions that flash_qla has, and FLA without the integration does not let it have: those of released models,
-# OLMo-Hybrid's among them, the default of FLA's layer and the same with keys of 128, and at the borders
-HEAD_DIMS = ((64, 64), (64, 128), (96, 192), (128, 256), (128, 64), (120, 512), (256, 512), (136, 64))
-FEW_CHANNELS = Case(lengths=(5, 70), **FEW, K=8, V=8, **INSIDE, state_v_first=True)
-
-
-@pytest.mark.parametrize(("K", "V"), HEAD_DIMS)
-def test_function_of_other_head_dims(K, V, device, integration):
-    check(Case(lengths=(5, 70), **FEW, K=K, V=V, padding=30, **INSIDE, state_v_first=True), device)
 
 
 def test_function_of_few_channels(integration):
@@ -636,8 +634,15 @@ def layer_errors(found: dict, exact: dict) -> dict:
     return {"y": y, "gradients": torch.tensor(list(errors.values())).square().mean().sqrt().item()}
 
 
-def check_layer(name: str, kind: str, device: str, integrated: bool) -> None:
-    """Results and gradients are as near to the layer in fp32 as those of the naive recurrence."""
+@pytest.mark.parametrize(
+    ("name", "kind"), [("128/128", "batch"), ("128/128", "padded"), *((name, "packed") for name in LAYERS)]
+)
+@with_and_without_integration
+def test_layer(name, kind, device, integrated):
+    """FLA's layer leaves the activations to the function, so that FLA runs its own kernels, unless the integration is
+    used. Results and gradients are as near to the layer in fp32 as those of the naive recurrence."""
+    if integrated:
+        use_flash_qla()
     layer = build_layer(name, device)
     x, arguments = layer_inputs(kind, device)
     with Ran() as ran, TorchActivations() as in_torch:
@@ -651,21 +656,6 @@ def check_layer(name: str, kind: str, device: str, integrated: bool) -> None:
         assert error < LAYER_RATIO[device] * bars[part], part
     for part, wanted in exact.items():
         assert relative_error(actual[part], wanted.double()) < 5e-2, part
-
-
-@pytest.mark.parametrize("kind", ["batch", "packed", "padded"])
-@with_and_without_integration
-def test_layer(kind, device, integrated):
-    """FLA's layer leaves the activations to the function, so that FLA runs its own kernels, unless the integration is
-    used."""
-    if integrated:
-        use_flash_qla()
-    check_layer("128/128", kind, device, integrated)
-
-
-@pytest.mark.parametrize("name", list(LAYERS)[1:])
-def test_layer_of_other_head_dims(name, device, integration):
-    check_layer(name, "packed", device, integrated=True)
 
 
 @pytest.mark.gpu

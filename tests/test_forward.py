@@ -1,4 +1,5 @@
-"""The forward on every device, against the fp64 recurrence. test_pairs.py has all arguments, in all pairs."""
+"""The forward on every device, and lengths and dtypes of both passes, against the fp64 recurrence. test_pairs.py has
+all arguments, in all pairs."""
 
 import dataclasses
 
@@ -8,6 +9,7 @@ from accuracy import check
 from cases import (
     LONG_CASES,
     Case,
+    check_backward,
     check_forward,
     forward_mode,
     make_inputs,
@@ -21,6 +23,11 @@ import flash_qla
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
+def check_both_passes(case: Case, device: str) -> None:
+    check_forward(case, device)
+    check_backward(case, device)
+
+
 # Lengths
 
 
@@ -31,13 +38,13 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
     Case(lengths=(2500, 1, 600), H_k=1, H_v=2, gate="logsigmoid", padding=3),
 )
 def test_long(device, case):
-    check_forward(case, device)
+    check_both_passes(case, device)
 
 
 @pytest.mark.gpu
-@parametrize(*LONG_CASES)
+@parametrize(*LONG_CASES, Case(T=4095, H_k=1, H_v=2, gate="logsigmoid", dtype=FP16, state_v_first=True))
 def test_long_on_gpu(case):
-    check_forward(case, "cuda")
+    check_both_passes(case, "cuda")
 
 
 # Gates
@@ -46,11 +53,12 @@ def test_long_on_gpu(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("auto_cp", (True, False))
 def test_gates_near_the_context_parallel_threshold(auto_cp):
-    """Long sequences on few heads, whose start still shows at their end by factors from e^-4 to e^-48 and more; small
-    beta and a large initial state make the state's own decay the thing that is tested."""
+    """Long sequences on few heads, whose start still shows at their end by factors from e^-4 to e^-48 and more, and the
+    other way round in gradients; small beta and a large initial state make the state's own decay the thing that is
+    tested."""
     case = Case(T=2048, H_k=1, H_v=4, gate="near_threshold", beta="0.01", state_scale=30, auto_cp=auto_cp)
-    check_forward(case, "cuda")
-    check_forward(dataclasses.replace(case, T=4096, H_v=16), "cuda")
+    check_both_passes(case, "cuda")
+    check_both_passes(dataclasses.replace(case, T=4096, H_v=16), "cuda")
 
 
 @pytest.mark.parametrize("gate", ("underflow", "softplus"))
@@ -81,7 +89,7 @@ def test_value_heads_that_share_a_cta(heads, heads_per_cta, dtype, l2norm):
     T, N = sum(case.lengths) + case.padding, len(case.lengths)
     sm_count = torch.cuda.get_device_properties("cuda").multi_processor_count
     assert _C.forward_dispatch(1, T, N, *heads, sm_count=sm_count).heads_per_cta == heads_per_cta
-    check_forward(case, "cuda")
+    check_both_passes(case, "cuda")
 
 
 # State
@@ -172,17 +180,8 @@ def test_tokens_do_not_look_ahead(device):
 
 @parametrize(
     Case(T=1030, H_k=1, H_v=2, dtype=FP32, gate="logsigmoid"),
-    Case(T=1030, H_k=1, H_v=2, gate="zero", dtype=FP64, g_dtype=FP64, beta_dtype=FP64, initial_state=FP64),
+    Case(T=1030, H_k=1, H_v=2, gate="zero", dtype=FP64, g_dtype=FP64, beta_dtype=FP64, initial_state=FP64, dht=FP64),
     *(Case(T=130, H_k=1, K=K, V=V, dtype=FP64) for K, V in ((1, 1), (129, 33), (256, 128))),
 )
 def test_cpu_dtypes_and_head_dims(case):
-    check_forward(case, "cpu")
-
-
-def test_fp64_gates_are_not_rounded_for_fp64_inputs():
-    inputs = make_inputs(
-        Case(T=100, dtype=FP64, g_dtype=FP64, beta_dtype=FP64, initial_state=FP64, gate="logsigmoid"), "cpu"
-    )
-    exact = flash_qla.chunk_gated_delta_rule(**inputs)[0]
-    rounded = flash_qla.chunk_gated_delta_rule(**{**inputs, "g": inputs["g"].float()})[0]
-    assert 1e-10 < (exact - rounded).abs().max() < 1e-5
+    check_both_passes(case, "cpu")

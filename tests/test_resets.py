@@ -15,7 +15,6 @@ from cases import (
     expected_outputs,
     make_gradients,
     make_inputs,
-    parametrize,
     reference_gradients,
     reference_of,
     run_autograd,
@@ -50,28 +49,30 @@ def with_resets(case: Case, device: str, resets=RESETS) -> tuple[dict, dict, dic
     return inputs, cut(inputs, resets), make_gradients(case, device)
 
 
-@parametrize(
+ON_BOTH = (
     Case(**SMALL | {"K": 128, "V": 128}),
     Case(**SMALL | {"K": 128, "V": 128}, dtype=FP16, gate="logsigmoid", state_v_first=True),
     Case(**SMALL | {"K": 128, "V": 128}, gate="logsigmoid", **RAW, **L2NORM, g_dtype=BF16, beta_dtype=BF16),
     Case(**SMALL | {"T": 1000, "K": 128, "V": 128}, gate="zero"),
 )
-def test_as_if_cut(device, case):
-    check_as_if_cut(case, device)
-
-
-@parametrize(
+ON_THE_CPU = (
     Case(**SMALL, dtype=FP32, gate="logsigmoid"),
     Case(**SMALL, dtype=FP32, gate="zero", beta="two"),
     Case(**SMALL, dtype=FP32, gate="logsigmoid", **RAW),
     Case(**SMALL, **ALL_FP64, gate="logsigmoid"),
     Case(**SMALL, **ALL_FP64, gate="logsigmoid", **RAW, **L2NORM),
 )
-def test_as_if_cut_in_fp32_and_fp64(case):
-    check_as_if_cut(case, "cpu")
 
 
-def check_as_if_cut(case: Case, device: str):
+@pytest.mark.parametrize(
+    ("device", "case"),
+    [
+        *(("cpu", case) for case in (*ON_BOTH, *ON_THE_CPU)),
+        *(pytest.param("cuda", case, marks=pytest.mark.gpu) for case in ON_BOTH),
+    ],
+    ids=str,
+)
+def test_as_if_cut(device, case):
     """Every output and gradient, against the recurrence of the sequences cut at the resets, which never sees one."""
     inputs, pieces, gradients = with_resets(case, device)
     wanted = reference_of(pieces)

@@ -86,14 +86,6 @@ def test_real_fake_and_meta_states_are_alike(device, op, asked):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_opcheck(device, op):
-    inputs = make_inputs(Case(lengths=(65, 3)), device)
-    for name in (*INPUTS, "initial_state"):
-        inputs[name].requires_grad_()
-    torch.library.opcheck(getattr(ops, op).default, (), {**inputs, "output_final_state": True, "state_dtype": BF16})
-
-
-@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn), ids=str)
 def test_other_dtypes_are_refused(device, op, dtype):
     inputs = make_inputs(Case(T=5), device)
