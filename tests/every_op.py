@@ -22,6 +22,7 @@ NAMES = sorted(
     for name in torch._C._dispatch_get_all_op_names()
     if re.match(r"flash_qla::[^_.][^.]*(?<!_replay)(?<!_finish)$", name)
 )
+WITH_POOL = [name for name in NAMES if "state_pool" in str(getattr(torch.ops.flash_qla, name).default._schema)]
 LENGTHS = (70, 64, 0, 133)
 DECODED = (2, 1, 0, 3)
 SLOTS = 9  # of the pool

@@ -6,7 +6,6 @@ Ranks have gloo on the CPU, and NCCL on two GPUs.
 import pytest
 from cases import Case
 from dtensor_ranks import (
-    OF_HEADS_ONLY,
     PLACEMENTS,
     compiled,
     partial_gradients,
@@ -16,7 +15,7 @@ from dtensor_ranks import (
     with_context,
     without_derivatives,
 )
-from every_op import NAMES
+from every_op import NAMES, WITH_POOL
 from ranks import of_two_gpus, run_on_ranks
 
 SIZES = {"H_k": 2, "H_v": 4, "K": 16, "V": 8, "gate": "logsigmoid"}
@@ -84,7 +83,7 @@ def test_partial_gradients_beside_heads(H_k):
             assert "do is a DTensor placed" in error and "expected Replicate() on dimension 0 of the mesh" in error
 
 
-@pytest.mark.parametrize("name", [x for x in NAMES if x in OF_HEADS_ONLY])
+@pytest.mark.parametrize("name", WITH_POOL)
 @on_both
 def test_ops_on_a_pool(name, device):
     """The shards of states are written in place."""
@@ -95,7 +94,7 @@ def test_every_op_is_here():
     """The halves of a pass, whose ranks exchange, are not for DTensors."""
     others = {x for x in NAMES if not x.endswith("_begin")}
     suffixes = ("", "_fwd", "_bwd", "_packed", "_packed_bwd")
-    assert others == OF_HEADS_ONLY | {f"chunk_gated_delta_rule{suffix}" for suffix in suffixes}
+    assert others == {*WITH_POOL} | {f"chunk_gated_delta_rule{suffix}" for suffix in suffixes}
 
 
 def test_refusals():

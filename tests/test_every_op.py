@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import ALL_INSIDE, as_slices, backward_mode, equal, forward_mode, restride
-from every_op import BY_TOKEN, NAMES, OF_ALL, SLOTS, at_offset, make_call, names_of_arguments, op_of
+from every_op import BY_TOKEN, NAMES, OF_ALL, SLOTS, WITH_POOL, at_offset, make_call, names_of_arguments
 from subprocesses import run_python
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -20,8 +20,6 @@ NUMBERS = {
     "largest": lambda dtype: torch.finfo(dtype).max,
     "denormal": lambda dtype: torch.finfo(dtype).smallest_normal / 2,
 }
-
-WITH_POOL = [name for name in NAMES if "Tensor(a!) state_pool" in str(op_of(name)._schema)]
 
 every_op = pytest.mark.parametrize("name", NAMES)
 

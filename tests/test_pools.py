@@ -4,19 +4,13 @@ import pytest
 import test_prefill
 import torch
 from cases import Case
-from every_op import make_call, op_of
+from every_op import WITH_POOL, make_call, op_of
 from subprocesses import run_python
 
 import flash_qla
 
 pytestmark = pytest.mark.usefixtures("errors_change_nothing")
 
-POOLED = (
-    "prefill_gated_delta_rule",
-    "decode_gated_delta_rule",
-    "decode_gated_delta_rule_packed",
-    "decode_gated_delta_rule_buffered",
-)
 STATES = ("state_pool", "checkpoints", "intermediate_states", "d_cache", "k_cache", "g_cache")
 
 
@@ -28,7 +22,7 @@ def run(name: str, arguments: dict) -> torch.Tensor:
     return op_of(name)(**arguments)
 
 
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", WITH_POOL)
 @pytest.mark.parametrize("states", STATES)
 def test_states_that_overlap(device, name, states):
     arguments = arguments_of(name, device)
@@ -49,7 +43,7 @@ def test_states_that_overlap(device, name, states):
             run(name, arguments | {states: overlapping})
 
 
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", WITH_POOL)
 def test_strides_of_dimensions_of_size_1(device, name):
     """Any stride does there: the pool is contiguous."""
     for heads in ({"H_k": 1, "H_v": 1}, {}):
@@ -74,7 +68,7 @@ def test_strides_of_dimensions_of_size_1(device, name):
     assert small[5].any() and not small[:5].any() and not small[6:].any()
 
 
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", WITH_POOL)
 def test_stride_of_a_single_slot(device, name):
     """No element has it: neither a multiple of 16 bytes nor the size of a state is asked for."""
     arguments = arguments_of(name, device)
@@ -87,7 +81,7 @@ def test_stride_of_a_single_slot(device, name):
     assert all(torch.equal(strided[x], y) for x, y in expected.items())
 
 
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", WITH_POOL)
 def test_lazy_clones(device, name):
     """Written like any tensor: what they were cloned from stays as it is."""
     arguments = arguments_of(name, device)
