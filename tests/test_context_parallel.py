@@ -404,12 +404,6 @@ def test_graph_replay_with_other_inputs_and_cu_seqlens(mode):
 
 # The backward
 
-SEGMENTS = (1, 2, 5)  # chunks
-
-
-def each_segment(*lengths: int):
-    return pytest.mark.parametrize("segment_chunks", lengths or SEGMENTS)
-
 
 @functools.lru_cache(maxsize=1)
 def backward_and_reference(case: Case) -> tuple:
@@ -422,21 +416,19 @@ def check_backward_mode(case: Case, segment_chunks: int):
         check_gradients(case, *backward_and_reference(case), f"{case}, backward by {segment_chunks}")
 
 
-@each_segment()
+@pytest.mark.parametrize("segment_chunks", (1, 2, 5))
 @each(MIXED, *GATES)
 def test_backward_gates(case, segment_chunks):
     check_backward_mode(case, segment_chunks)
 
 
-@each_segment(2)
-def test_backward_of_more_sequences_than_one_step_of_the_plan(segment_chunks):
+def test_backward_of_more_sequences_than_one_step_of_the_plan():
     lengths = tuple(random.Random(0).choices((0, 1, 64, 130, 200), k=300))
-    check_backward_mode(Case(lengths=lengths, H_k=1, H_v=1, gate="logsigmoid", padding=1), segment_chunks)
+    check_backward_mode(Case(lengths=lengths, H_k=1, H_v=1, gate="logsigmoid", padding=1), 2)
 
 
-@each_segment(1)
-def test_backward_of_more_scans_than_ctas(segment_chunks):
-    check_backward_mode(SCANS, segment_chunks)
+def test_backward_of_more_scans_than_ctas():
+    check_backward_mode(SCANS, 1)
 
 
 @MORE_MAPS_THAN_SMS
