@@ -24,11 +24,6 @@ FUNCTIONS = {
 CHUNK, PACKED, UPDATE, REPLAY = FUNCTIONS
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_signature(name):
-    engines.check_signature(getattr(sglang, name), FUNCTIONS[name], name)
-
-
 # One token of each sequence, packed
 
 ONE_TOKEN = {"plain": [5, 0, 7], "no slot": [5, -1, 7, -1], "no slots at all": [-1, -1]}

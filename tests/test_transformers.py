@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dispatched import Ran
 from subprocesses import run_python
 
 import flash_qla
@@ -263,22 +262,6 @@ def test_gradients_under_torch_compile(name):
 
 @all_models
 @torch.no_grad()
-def test_decoding_continues_like_one_prefill(name, calls):
-    model = small_model(name)
-    prompt, rest = text(110).split([100, 10], dim=1)
-    use_flash_qla(model)
-    out, _ = example.prefill(model, prompt)
-    assert len(calls) == 1
-    assert calls[0]["output_final_state"]
-    with Ran() as ran:
-        decoded = example.decode(model, example.cache_of(model, out), rest)
-    assert len(calls) == 1 and ran.ops == ["decode_gated_delta_rule"] * 10
-    longer, _ = example.prefill(model, torch.cat([prompt, rest], dim=1))
-    assert example.relative_error(decoded, longer.logits[:, 100:]) < FP32_TOLERANCE
-
-
-@all_models
-@torch.no_grad()
 def test_prefill_in_two_pieces_starts_from_the_first_ones_state(name, calls):
     model = small_model(name)
     use_flash_qla(model)
@@ -291,22 +274,6 @@ def test_prefill_in_two_pieces_starts_from_the_first_ones_state(name, calls):
     assert example.relative_error(second.logits, whole.logits[:, 70:]) < FP32_TOLERANCE
     states = [example.recurrent_states(example.cache_of(model, out)) for out in (second, whole)]
     assert example.relative_error(*states) < FP32_TOLERANCE
-
-
-@all_models
-@torch.no_grad()
-def test_left_padded_batch(name):
-    model = small_model(name)
-    short, long = text(70), text(100)
-    tokens = torch.cat([torch.nn.functional.pad(short, (30, 0)), long])
-    mask = torch.ones_like(tokens)
-    mask[0, :30] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    own = model(tokens, attention_mask=mask, position_ids=positions).logits
-    use_flash_qla(model)
-    ours = model(tokens, attention_mask=mask, position_ids=positions).logits
-    assert example.relative_error(ours[mask.bool()], own[mask.bool()]) < FP32_TOLERANCE
-    assert example.relative_error(ours[:1, 30:], model(short).logits) < FP32_TOLERANCE
 
 
 @torch.no_grad()

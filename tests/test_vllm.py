@@ -24,11 +24,6 @@ FUNCTIONS = {
 PACKED, UPDATE, READY = list(FUNCTIONS)[2:]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_signature(name):
-    engines.check_signature(getattr(vllm, name), FUNCTIONS[name], name)
-
-
 # One token of each sequence, packed
 
 ONE_TOKEN = {"plain": [5, 3, 7], "no slot": [5, 0, 7, -1], "padded": [5, 3, 0, 0], "no slots at all": [0, 0]}
