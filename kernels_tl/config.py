@@ -215,6 +215,7 @@ DECODE = {
         "one_token_16": decode_rows(DECODE_CTAS_ONE_16),
         "one_token_8": decode_rows(DECODE_CTAS_ONE_8),
         "rows": decode_rows(DECODE_CTAS_ROWS, spills=128),
+        "rows_8": decode_rows(DECODE_CTAS_ROWS, spills=176),
         "blocks": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BLOCKS),
         "tensor_cores": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_MMA, spills=64),
         "key_first": decode_rows(DECODE_CTAS_KEY_FIRST, spills=28),

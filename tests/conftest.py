@@ -1,7 +1,6 @@
 import fcntl
 import json
 import os
-import shlex
 import tempfile
 from pathlib import Path
 
@@ -142,7 +141,6 @@ def saved_block(device, tmp_path_factory) -> Path:
 
 def pytest_addoption(parser):
     parser.addoption("--errors-json", metavar="FILE", help="write the worst error of each tensor to this file")
-    parser.addoption("--record", metavar="FILE", help="add the machine, the selection and the counts to this file")
 
 
 # The summary also shows the measurements of the workers of pytest-xdist.
@@ -191,16 +189,3 @@ def pytest_terminal_summary(terminalreporter, config):
             terminalreporter.write_line(f"{peaks[test] / GIB:5.1f} GiB  {test}")
     if config.getoption("--errors-json"):
         Path(config.getoption("--errors-json")).write_text(json.dumps(record.machine() | {"worst": rows}, indent=1))
-    if config.getoption("--record") and not hasattr(config, "workerinput"):
-        stats = terminalreporter.stats
-        failures = [report.nodeid for name in ("failed", "error") for report in stats.get(name, [])]
-        passed, skipped = (len(stats.get(name, [])) for name in ("passed", "skipped"))
-        record.append(config.getoption("--record"), selection(config), passed, skipped, failures)
-
-
-def selection(config) -> str:
-    """The tests that were asked for: files, -m and -k."""
-    files = [] if config.args_source is pytest.Config.ArgsSource.TESTPATHS else list(config.args)
-    options = {"-m": config.getoption("markexpr"), "-k": config.getoption("keyword")}
-    words = [*files, *(f"{name} {shlex.quote(text)}" for name, text in options.items() if text)]
-    return f"`{' '.join(words)}`" if words else "all tests"

@@ -29,12 +29,6 @@ DIMENSIONS = {
 }
 PLACEMENTS = ("replicas", "batch", "heads")
 GRADIENT_OF = ALL_GRADIENTS_OF | {"mixed_qkv": "dmixed_qkv"}
-OF_HEADS_ONLY = {
-    "prefill_gated_delta_rule",
-    "decode_gated_delta_rule",
-    "decode_gated_delta_rule_packed",
-    "decode_gated_delta_rule_buffered",
-}
 
 
 def placements_of(name: str, placement: str) -> list:

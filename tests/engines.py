@@ -147,10 +147,6 @@ def prefill_inputs(case, device: str, **states: torch.Tensor) -> tuple[dict, Ref
     return inputs, expected
 
 
-def check_signature(function: Callable, path: str, name: str) -> None:
-    assert _engines._parameters(function) == _engines._parameters(theirs(path, name))
-
-
 def check_refuses(function: Callable, arguments: dict, pool: torch.Tensor, change: dict) -> None:
     """The message names the argument, the last one of `change`, and nothing is written."""
     before = pool.clone()

@@ -22,6 +22,7 @@ NAMES = sorted(
     for name in torch._C._dispatch_get_all_op_names()
     if re.match(r"flash_qla::[^_.][^.]*(?<!_replay)(?<!_finish)$", name)
 )
+WITH_POOL = [name for name in NAMES if "state_pool" in str(getattr(torch.ops.flash_qla, name).default._schema)]
 LENGTHS = (70, 64, 0, 133)
 DECODED = (2, 1, 0, 3)
 SLOTS = 9  # of the pool
@@ -133,8 +134,10 @@ class Call:
         return Call(self.name, lengths, arguments)
 
 
-def make_call(name: str, device: str, seed: int = 0, dtype=torch.bfloat16, **options) -> Call:
-    """Skips the test where the op does not run on the device. `options` are those of a Case."""
+def make_call(
+    name: str, device: str, seed: int = 0, dtype=torch.bfloat16, state_dtype=torch.float32, **options
+) -> Call:
+    """Skips the test where the op does not run on the device. state_dtype is that of pools, `options` are a Case's."""
     schema = names_of_arguments(name)
     lengths = DECODED if name.startswith("decode") else LENGTHS
     if "cu_seqlens" not in schema:
@@ -156,7 +159,7 @@ def make_call(name: str, device: str, seed: int = 0, dtype=torch.bfloat16, **opt
     N, generator = len(lengths), torch.Generator().manual_seed(seed + 1)
 
     def states(*outer):
-        return torch.randn(*outer, case.H_v, case.V, case.K, generator=generator).to(device)
+        return torch.randn(*outer, case.H_v, case.V, case.K, generator=generator).to(device, state_dtype)
 
     if "state_pool" in schema:
         known |= {"state_pool": states(SLOTS), "state_indices": torch.tensor((7, 0, 3, 5)[:N]).to(device)}

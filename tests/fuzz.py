@@ -19,7 +19,6 @@ import time
 from collections import Counter
 
 import options
-import record
 import torch
 from options import Shape
 from reference import CHUNK
@@ -138,7 +137,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="this one only, as a failure says it")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--record", metavar="FILE", help="add the machine and the counts to this file")
     given = parser.parse_args()
     begin = time.monotonic()
     given.end = begin + given.seconds
@@ -155,10 +153,6 @@ def main() -> int:
         for name, ratio in (result.ratios or {}).items():
             worst[name] = max(worst.get(name, (0.0, 0)), (ratio, result.number))
     seconds = time.monotonic() - begin
-    if given.record:
-        cases = f" --cases {given.cases}" if given.cases else ""
-        what = f"`tests/fuzz.py --seed {given.seed}{cases}`"
-        record.append(given.record, what, count.total(), missing.total(), failures)
     if failures and not given.keep_going:
         return 1
     of = "" if given.cases is None or given.case is not None else f" of {given.cases}"

@@ -9,8 +9,10 @@ import time
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 
+TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 # Modules that ask CUDA nothing when they are imported: CUDA works in no fork of a process that did. Inductor asks.
 PRELOADED = ("torch.distributed.tensor.parallel", "flash_qla")
 LIMIT = 120  # seconds that a group may take; it is there so that a test ends
@@ -40,9 +42,14 @@ def _run(rank, world_size, backend, timeout, folder, function, args):
     dist.destroy_process_group()
 
 
-def outcomes_on_ranks(world_size: int, function, *args, backend: str = "gloo", timeout: float = 60) -> list[dict]:
+def of_two_gpus(*values):
+    """Parameters of a test on two GPUs, the device first."""
+    return pytest.param("cuda", *values, marks=TWO_GPUS)
+
+
+def outcomes_on_ranks(world_size: int, function, *args, device: str = "cpu", timeout: float = 60) -> list[dict]:
     """The outcome of function(*args) on each rank: {"result": ...}, {"error": ..., "traceback": ...}, or neither if the
-    process ended. `timeout` is the group's, in seconds.
+    process ended. `timeout` is the group's, in seconds, which has gloo on the CPU and NCCL on GPUs.
 
     The function is one of a module that can be imported; results are what torch.save takes.
     """
@@ -50,7 +57,7 @@ def outcomes_on_ranks(world_size: int, function, *args, backend: str = "gloo", t
     context = multiprocessing.get_context("forkserver")
     more = [] if torch.cuda.is_available() else ["torch._inductor.compile_fx"]
     context.set_forkserver_preload([*PRELOADED, *more])
-    deadline = time.monotonic() + LIMIT
+    deadline, backend = time.monotonic() + LIMIT, "nccl" if device == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_run, args=(rank, world_size, backend, timeout, folder, function, args), daemon=True)

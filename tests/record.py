@@ -1,12 +1,10 @@
-"""Records of test runs: the machine, the versions and the commit, with the counts."""
+"""The machine, the versions and the commit of a run of the tests or of the benchmarks."""
 
-import json
 import os
 import platform
 import shutil
 import subprocess
 import time
-from pathlib import Path
 
 import torch
 
@@ -33,12 +31,3 @@ def machine() -> dict:
         "commit": os.environ.get("COMMIT") or output_of(["git", "rev-parse", "HEAD"]),
         "date": time.strftime("%F"),
     }
-
-
-def append(file: str | Path, what: str, passed: int, skipped: int, failures: list[str]) -> None:
-    """Add a run to the file's list. `what` says which tests ran."""
-    path = Path(file)
-    records = json.loads(path.read_text()) if path.exists() else []
-    counts = {"passed": passed, "skipped": skipped, "failed": len(failures), "failures": failures}
-    records.append({"what": what} | machine() | counts)
-    path.write_text(json.dumps(records, indent=1) + "\n")

@@ -23,10 +23,7 @@ from cases import (
     run_autograd,
     run_backward,
     run_forward,
-    run_forwards,
 )
-from dispatched import Ran
-from reference import one_thread
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_qla
@@ -128,61 +125,7 @@ def test_infinite_rates(device, A_log, g):
     assert not actual["dA_log"].any() and not actual["ddt_bias"].any()
 
 
-def test_ready_gates_give_the_same(device):
-    """The results are as near as fp32: the outputs are in bf16, and few of them are rounded the other way."""
-    inputs = make_inputs(Case(lengths=(130, 0, 66), gate="logsigmoid", **GATE, **NEGATIVE), device)
-    actual, expected = run_forwards(inputs), run_forwards(activated(inputs))
-    for name, x in actual.items():
-        assert accuracy.relative_error(x, expected[name].double()) < 1e-3, name
-
-
-@pytest.mark.parametrize(
-    ("fast_mode", "case"),
-    (
-        (False, Case(B=2, T=3, H_k=1, H_v=2, K=3, V=2, **ALL_FP64, **GATE, **NEGATIVE)),
-        (False, Case(lengths=(2, 0, 3), H_v=2, K=2, V=3, state_v_first=True, **ALL_FP64, **GATE, **SIGMOID)),
-        (True, Case(lengths=(66, 0, 3), H_k=1, H_v=2, K=4, V=9, gate="logsigmoid", **ALL_FP64, **GATE, **SIGMOID)),
-        (True, Case(B=2, T=70, H_k=1, H_v=3, K=4, V=4, gate="logsigmoid", **ALL_FP64, **GATE, **NEGATIVE, **L2NORM)),
-    ),
-    ids=str,
-)
-def test_gradcheck(fast_mode, case):
-    # A head whose gate is 0 has -inf as its raw gate, which cannot be moved.
-    inputs = make_inputs(case, "cpu")
-    inputs["g"] = inputs["g"].clamp_min(-5.0)
-
-    def high_level(*leaves):
-        arguments = {**inputs, **dict(zip(TENSORS, leaves, strict=True))}
-        return flash_qla.chunk_gated_delta_rule(**arguments, output_final_state=True)
-
-    def low_level(*leaves):
-        _, _, o, _, final_state = flash_qla.chunk_gated_delta_rule_intermediates(
-            **{**inputs, **dict(zip(TENSORS, leaves, strict=True))}
-        )
-        return o, final_state
-
-    with one_thread():
-        for function in (high_level, low_level):
-            leaves = [inputs[name].detach().requires_grad_() for name in TENSORS]
-            assert torch.autograd.gradcheck(function, leaves, fast_mode=fast_mode)
-
-
 # Autograd
-
-
-@pytest.mark.parametrize(
-    "of", (("A_log",), ("dt_bias",), ("g",), ("beta",), ("A_log", "dt_bias"), ("q", "g", "A_log")), ids="+".join
-)
-def test_some_inputs_require_gradients(device, of):
-    """The same bits as when all do, in the dtypes of the tensors."""
-    case = Case(lengths=(70, 3), **INSIDE, A_log=BF16)
-    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
-    expected, actual = run_backward(inputs, **gradients), run_autograd(inputs, **gradients, of=of)
-    assert list(actual) == [ALL_GRADIENTS_OF[name] for name in of]
-    for name in of:
-        x = actual[ALL_GRADIENTS_OF[name]]
-        assert x.dtype == inputs[name].dtype
-        assert torch.equal(x, expected[ALL_GRADIENTS_OF[name]].to(x.dtype))
 
 
 def test_low_level_results():
@@ -248,7 +191,7 @@ def layer_inputs(lengths: tuple[int, ...], seed: int, device: str) -> tuple:
     return (x, *(inputs[name] for name in ("q", "k", "v", "initial_state", "cu_seqlens")))
 
 
-@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=pytest.mark.long)))
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 def test_compile_training_once_for_all_lengths(device, backend):
     torch.manual_seed(0)
     layer = Layer(4, device)
@@ -256,7 +199,8 @@ def test_compile_training_once_for_all_lengths(device, backend):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
-    for seed, lengths in enumerate(((65, 30, 1, 0, 4), (3, 200, 64, 2, 7, 0, 1, 70))):
+    # No two sizes are equal in the first call: the compiler would take them for one symbol.
+    for seed, lengths in enumerate(((65, 30, 1, 0, 4), (3, 200, 64, 2, 7, 0, 1, 70), (30, 0, 5, 9, 0, 0, 8))):
         results = []
         for function in (compiled, layer):
             x, q, k, v, initial_state, cu_seqlens = layer_inputs(lengths, seed, device)
@@ -285,11 +229,3 @@ def test_export_with_dynamic_lengths(device, tmp_path):
     for lengths in ((65, 30, 4), (200, 0), (1, 2, 3, 4, 64)):
         arguments = layer_inputs(lengths, 1, device)
         assert all(torch.equal(x, y) for x, y in zip(loaded(*arguments), layer(*arguments), strict=True))
-
-
-def test_one_op_runs(device):
-    """Nothing is computed beside the op."""
-    inputs = make_inputs(Case(T=70, **INSIDE), device)
-    with Ran() as ran:
-        flash_qla.chunk_gated_delta_rule(**inputs)
-    assert ran.ops == ["chunk_gated_delta_rule"]

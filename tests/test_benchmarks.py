@@ -3,12 +3,9 @@
 import argparse
 import importlib
 import json
-import math
 import os
 import subprocess
 import sys
-import time
-import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,12 +52,6 @@ def made_up_cells() -> list[dict]:
                 cell["error"] = "RuntimeError: no"
             cells.append(cell)
     return [*cells, cells[0] | {"variant": "nocp", "ms": 0.0125}]
-
-
-def contiguous_cells() -> list[dict]:
-    first = made_up_cells()[0] | {"qkv": "contiguous"}
-    ms = {("flash_qla", "contiguous"): 0.005, ("flash_qla", "op_contiguous"): 0.004, ("fla", "contiguous"): 0.02}
-    return [first | {"package": package, "variant": variant, "ms": x} for (package, variant), x in ms.items()]
 
 
 def test_parse_lengths():
@@ -201,33 +192,6 @@ def test_ways_of_the_prefill(on_cpu):
         torch.testing.assert_close(calls([300, 70])[way](), first)
 
 
-def test_report(capsys):
-    """Of several functions the fastest one counts; contiguous tensors stand beside contiguous ones."""
-    forward.report([*made_up_cells(), *contiguous_cells()])
-    lines = " ".join(capsys.readouterr().out.split())
-    assert "bench 2x8 1x512 0.0100 50% of the floor fla 3.00x flash_qla_jit 0.80x flashinfer 2.00x" in lines
-    assert "bench 2x8 ragged32 0.1000 5% of the floor fla 6.00x flash_qla_jit 2.00x" in lines
-    assert (
-        "flash_qla_jit over flash_qla, ms: geometric mean 1.265, least 0.80 (bench 2x8 1x512), 1 of 2 below 1" in lines
-    )
-    assert "nocp, auto_cp=False: bench 2x8 1x512 0.0125 40% of the floor" in lines and "the default 0.80x" in lines
-    assert "op_contiguous, the op with contiguous q, k and v: bench 2x8 1x512 0.0040" in lines and "fla 5.00x" in lines
-    cell = {"heads": "2x8", "state_dtype": "fp32", "tokens": 1, "keep": "last", "batch": 64, "bytes": 4.28e6}
-    us = {"flash_qla": (4.0, 2.0), "vllm": (3.0,)}
-    decode.report([cell | {"package": package, "us": x} for package, times in us.items() for x in times])
-    assert "2x8 fp32 1 last 64 2.0000 50% of the floor vllm 1.50x" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize("wrong", (4.2, math.nan))
-def test_report_says_who_disagrees(wrong):
-    cells = made_up_cells()
-    cells[2]["sketches"] = {"o": [3.0, wrong], "final_state": [1.0, 0.0]}
-    assert forward.problems(cells) == [
-        f"DISAGREEMENT with flash_qla's default, fla default bench 2x8 1x512: {0 * wrong + 4e-2:.1e}",
-        "NOT MEASURED, flashinfer default bench 2x8 ragged32: RuntimeError: no",
-    ]
-
-
 # All figures in one call
 
 TINY = ["--heads", "1x2"]
@@ -255,57 +219,6 @@ def test_each_section_is_measured(on_cpu, monkeypatch, tmp_path):
     data = report.load(tmp_path)
     for table in report.TABLES.values():
         assert "| " in table(data)
-
-
-def test_a_section_that_fails_is_measured_again(monkeypatch, tmp_path):
-    """The next one runs, and another call measures what is missing."""
-    fails = {"decode": "ValueError: no", "prefill": "the process ended with status -11"}
-
-    def measure_section(package, name, more):
-        yield {"package": package}
-        if name == "prefill" and name in fails:
-            raise SystemExit
-        if name in fails:
-            raise ValueError("no")
-
-    def run_process(process, sections, seconds, out, options):
-        try:
-            all_figures.measure(process.package, sections, out, [])
-        except SystemExit:
-            return fails["prefill"]
-        return ""
-
-    monkeypatch.setattr(all_figures, "measure_section", measure_section)
-    monkeypatch.setattr(all_figures, "run_process", run_process)
-    process, results = all_figures.Process("fla", ["forward", "decode", "prefill", "host"]), {}
-    all_figures.measure_process(process, time.monotonic() + 100, results, None)
-    failed = {name: found["failed"]["fla"] for name, found in results.items() if found["failed"]}
-    assert failed == fails and list(results) == process.sections
-    fails.clear()
-    results["forward"]["cells"].append({"package": "flash_qla"})
-    all_figures.measure_process(process, time.monotonic() + 100, results, None)
-    assert not any(found["failed"] for found in results.values())
-    assert [len(found["cells"]) for found in results.values()] == [2, 1, 1, 1]
-    assert not all_figures.is_done(results, "forward", "flash_qla")
-
-
-def test_processes_are_started_and_stopped(tmp_path):
-    given, ours = all_figures.make_parser().parse_args([]), all_figures.PROCESSES[0]
-    assert all_figures.run_process(ours, ["ceilings"], 100, tmp_path / "cells", given) == ""
-    lines = [json.loads(line) for line in (tmp_path / "cells").read_text().splitlines()]
-    assert lines[1] == {"section": "ceilings", "cell": common.ceilings()}
-    assert all_figures.run_process(ours, ["ceilings"], 0, tmp_path / "cells", given) == "stopped after 0 s"
-    assert not all_figures.importable("flash_qla_jit", given) and all_figures.importable("flash_qla", given)
-
-
-def test_peers_come_first_on_the_path(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "already")
-    monkeypatch.setenv("AWAY", "1")
-    options = argparse.Namespace(package_path=None, peers_path="peers")
-    peer = common.package_environment("flash_qla_jit", options, {"AWAY": None, "THERE": "2"})
-    assert peer["PYTHONPATH"] == f"peers{os.pathsep}already"
-    assert peer["THERE"] == "2" and "AWAY" not in peer
-    assert common.package_environment("flash_qla", options, {})["PYTHONPATH"] == "already"
 
 
 # Tables
@@ -361,71 +274,9 @@ def test_geometric_means(tmp_path):
     assert lines[-1].startswith("H100: driver 580, torch 2.11, FLA 1, FlashInfer 1, FlashQLA 1, ")
 
 
-def test_cells_of_two_cards(tmp_path, monkeypatch):
-    """What one of them has not measured is a dash."""
-    monkeypatch.setattr(report, "README_CELLS", {"forward": "2x8 1x512, 2x8 ragged32"})
-    monkeypatch.setattr(report, "SPEED_CELLS", {"decoding, fp32 states": "2x8 8"})
-    other = card_results()
-    del other["sections"]["decode"]
-    tables = tables_of(tmp_path, h100=card_results(), h200=other)
-    lines = tables["forward"].splitlines()
-    assert lines[0] == ("| call | heads | sequences | H100 | of the floor | others | H200 | of the floor | others |")
-    first = "0.008 ms | 62% | FLA 3.75, FlashQLA 1.00, FlashInfer 2.50"
-    assert lines[2] == f"| forward | 2x8 | 1x512 | {first} | {first} |"
-    assert "| 2x8 | ragged32 | 0.080 ms | 6% | FLA 7.50, FlashQLA 2.50 |" in lines[3]
-    row = "| 2.0 us | 50% | vLLM/SGLang 1.50, attn-gym 0.50 | - | - | - |"
-    assert tables["cells"].splitlines()[2] == f"| decoding, fp32 states | 2x8 | 8 {row}"
-
-
-def test_contiguous_tensors_are_named(tmp_path):
-    """The line below a table says that q, k and v were contiguous in cells that have no field, and in which."""
-    results = card_results()
-    assert tables_of(tmp_path, h100=results)["summary"].endswith(", contiguous q, k and v.")
-    slices = [cell | {"qkv": "slices"} for cell in results["sections"]["forward"]["cells"]]
-    results["sections"]["forward"]["cells"] = [*slices, *contiguous_cells()]
-    tables = tables_of(tmp_path, h100=results)
-    assert tables["forward"].endswith("FlashQLA 1.")
-    assert "contiguous q, k and v in the sections backward." in " ".join(tables["summary"].split())
-
-
-def test_other_files_of_a_card(tmp_path):
-    """Ranks and text have files of their own."""
-    rank = {"package": "flash_qla", "heads": "2x8", "sequences": "1x64", "scaling": "strong", "ranks": 1}
-    text = {"package": "own", "engine": "vllm", "version": "0.1", "architecture": "x", "states": "x", "feature": "x"}
-    cells = {
-        "context_parallelism_h100": [rank | {"forward_ms": 1.0}, rank | {"ranks": 2, "forward_ms": 0.5}],
-        "generation_h100": [
-            text | {"tokens_per_s": [10.0, 20.0, 90.0]},
-            text | {"package": "flash_qla", "tokens_per_s": [30.0]},
-        ],
-    }
-    environment = {"driver": "580", "torch": "2.11"}
-    tables = tables_of(tmp_path, **{name: {"environment": environment, "cells": x} for name, x in cells.items()})
-    assert "| forward on 2 GPUs | one GPU | 2.00 (least 2.00, 0 of 1 below 1) |" in tables["means"]
-    assert "| text by vLLM | its own kernels | 1.50 (least 1.50, 0 of 1 below 1) |" in tables["means"]
-    assert tables["means"].endswith("H100: driver 580, torch 2.11, vLLM 0.1, contiguous q, k and v.")
-
-
-def test_pages_are_filled(tmp_path):
-    tables = tables_of(tmp_path, h100=card_results())
-    data = report.load(tmp_path)
-    page = "# Page\n\n<!-- report: summary -->\n\nold\n\n<!-- end report -->\n\nmore\n"
-    new = report.filled(page, data)
-    assert new == page.replace("old", tables["summary"]) and report.filled(new, data) == new
-    with pytest.raises(KeyError, match="unknown"):
-        report.filled(page.replace("summary", "unknown"), data)
-    with pytest.raises(ValueError, match="a table has no <!-- end report -->"):
-        report.filled(page.replace("end report", ""), data)
-    assert report.TABLES["means"]({}) == "Not measured on any card."
-
-
 # Context parallelism over ranks
 
 SMALL = ("--device", "cpu", "--head-dims", "16x8", "--heads", "1x2", "--sequences", "1x1024", "--samples", "1")
-
-
-def small_options(*more: str):
-    return context_parallelism.make_parser().parse_args([*SMALL, *more])
 
 
 def test_context_parallelism_on_two_ranks(tmp_path):
@@ -446,73 +297,7 @@ def test_context_parallelism_on_two_ranks(tmp_path):
     assert "W=2" in printed and "differences o" in printed
 
 
-def test_runs_add_their_cells_to_one_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMMIT", "a")
-    path, cell = tmp_path / "cp.json", {"heads": "2x8", "ranks": 1, "ms": 1}
-
-    def ms_after(cell: dict) -> list[int]:
-        common.add_results(path, [cell], ("heads", "ranks"))
-        return [cell["ms"] for cell in json.loads(path.read_text())["cells"]]
-
-    assert ms_after(cell) == [1] and ms_after(cell | {"ranks": 2, "ms": 2}) == [1, 2]
-    assert ms_after(cell | {"ms": 3}) == [3, 2]
-    monkeypatch.setenv("COMMIT", "b")
-    assert ms_after(cell | {"ms": 4}) == [4]
-
-
 # Engines
-
-
-class StubLLM:
-    """An engine whose next token is the sum of a request's tokens, and whose layers make one call a token."""
-
-    def __init__(self, **arguments):
-        self.layers = sys.modules[f"{generation_vllm.GDN}.olmo_gdn_linear_attn"]
-        self.shift = int(arguments["seed"])
-        assert json.loads(Path(arguments["model"], "config.json").read_text())["model_type"] == "olmo_hybrid"
-        assert arguments["enforce_eager"]
-
-    def apply_model(self, function):
-        function(torch.nn.Linear(2, 2))
-
-    def generate(self, prompts, sampling, use_tqdm):
-        return [self.complete(x["prompt_token_ids"], sampling) for x in prompts]
-
-    def complete(self, prompt, sampling):
-        tokens = []
-        for i in range(sampling.max_tokens):
-            self.layers.chunk_gated_delta_rule()
-            tokens.append((sum(prompt) + self.shift * (i == 3)) % 100)
-        logprobs = None
-        if sampling.logprobs:
-            logprobs = [{i: SimpleNamespace(logprob=-0.25 * i) for i in range(sampling.logprobs)}] * len(tokens)
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=logprobs)])
-
-
-def test_cells_of_an_engine(on_cpu, monkeypatch, capsys):
-    stub_modules(
-        monkeypatch,
-        vllm={"__version__": "0.0", "LLM": StubLLM, "SamplingParams": lambda **given: SimpleNamespace(**given)},
-    )
-    layers = types.ModuleType(f"{generation_vllm.GDN}.olmo_gdn_linear_attn")
-    layers.chunk_gated_delta_rule = lambda: None
-    monkeypatch.setitem(sys.modules, layers.__name__, layers)
-    monkeypatch.setattr(generation_vllm, "LOADS", {"prefill": (2, 8, 1), "decode": (3, 2, 5)})
-
-    def cells_of(shift):
-        arguments = json.dumps({"seed": shift, "enforce_eager": True})
-        given = ["--architecture", "olmo_hybrid", "--samples", "2", "--engine-arguments", arguments]
-        return list(generation.measure(generation.make_parser().parse_args(given), "eager", ours=False))
-
-    own, shifted = cells_of(0), cells_of(1)
-    calls = 2 * 24 * generation_vllm.NEW_TOKENS + 3 * (2 * 1 + 3 * 5)
-    assert own[-1]["calls"] == {"total": calls, "flash_qla": 0}
-    assert [len(cell["tokens_per_s"]) for cell in own[1:]] == [2, 2]
-    assert generation.compare(own[0]["completions"], own[0]["completions"])["same"] == 24
-    prefill_cell = generation.report(own, shifted)[2]
-    assert prefill_cell["same_tokens"] == {"same": 0, "of": 24, "margins": [0.25] * 24}
-    expected = "vllm 0.0, olmo_hybrid, float32 states, eager: the same tokens in 0 of 24 requests, margins up to 0.25"
-    assert capsys.readouterr().out.splitlines()[0] == expected
 
 
 SMALL_MODEL = {
@@ -536,64 +321,3 @@ def test_transformers_generate(on_cpu, architecture, monkeypatch):
     assert ours[1]["calls"] == {"total": 3, "flash_qla": 3}
     assert max(generation.compare(own[0]["completions"], ours[0]["completions"])["margins"], default=0) < 0.2
     assert own[1]["tokens_per_s"][0] > 0
-
-
-def test_plugin_of_sglang(tmp_path, monkeypatch):
-    """importlib.metadata finds it in a process of SGLang's. It counts SGLang's own functions and flash_qla's."""
-    generation_sglang = importlib.import_module("generation_sglang")
-    for name in ("PYTHONPATH", "SGLANG_PLUGINS"):
-        monkeypatch.setenv(name, "other")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    generation_sglang.add_plugin(tmp_path)
-    code = "from importlib.metadata import entry_points\n"
-    code += "print([x.load().__name__ for x in entry_points(group='sglang.srt.plugins') if x.name.startswith('gener')])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.stdout.strip() == "['in_scheduler']", found.stderr
-
-    import flash_qla
-
-    loader, layers = (types.ModuleType(x) for x in ("sglang.srt.model_loader.loader", generation_sglang.MODULE))
-    layers.chunk_gated_delta_rule = lambda: None
-    for module in (loader, layers):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in generation_sglang.CALLED:
-        monkeypatch.setattr(flash_qla, name, lambda: None)
-    notes = tmp_path / "notes.json"
-    monkeypatch.setenv(generation_sglang.NOTES, str(notes))
-    monkeypatch.setenv("FLASH_QLA_SGLANG", "1")
-    monkeypatch.setattr(generation_sglang.multiprocessing, "parent_process", lambda: 1)
-    generation_sglang.in_scheduler()
-    assert loader.initialize_dummy_weights is generation.initialize
-    layers.chunk_gated_delta_rule()
-    flash_qla.decode_gated_delta_rule_packed()
-    deadline = time.monotonic() + 20
-    while not notes.exists() or json.loads(notes.read_text()) != {"own": 1, "flash_qla": 1}:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-FAILING = """
-import json, sys, time
-arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-if arguments["--features"] == "hangs":
-    time.sleep(60)
-if arguments["--features"] == "fails" and arguments["--measure"] == "own":
-    sys.exit("no engine here")
-cell = {"package": arguments["--measure"], "engine": "vllm", "version": "0", "architecture": "qwen3_5", "layers": 4}
-cell |= {"states": "float32", "feature": arguments["--features"]}
-load = {"load": "decode", "tokens_per_s": [1.0], "calls": {"total": 1, "flash_qla": 1}}
-open(arguments["--out"], "w").write(json.dumps([cell | {"completions": []}, cell | load]))
-"""
-
-
-def test_engines_that_fail(tmp_path, monkeypatch):
-    """A process that fails or hangs costs nothing but its own feature."""
-    (tmp_path / "generation.py").write_text(FAILING)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        sys, "argv", ["generation.py", "--out", "out.json", "--features", "works,hangs,fails", "--limit-s", "2"]
-    )
-    with pytest.raises(SystemExit, match="failed: hangs, fails"):
-        generation.main()
-    cells = json.loads(Path("out.json").read_text())["cells"]
-    assert [(x["package"], x["feature"]) for x in cells] == [("own", "works"), ("flash_qla", "works")]

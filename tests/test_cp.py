@@ -24,7 +24,7 @@ from cases import (
 )
 from cp_ranks import LAYOUTS, parts_of, rows_of
 from poison import poisoned
-from ranks import outcomes_on_ranks, run_on_ranks
+from ranks import of_two_gpus, outcomes_on_ranks, run_on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -64,7 +64,6 @@ CASES = (
 )
 ONE = CASES[0]
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 GPU_CASES = (
     Case(lengths=(2048,), gate="logsigmoid"),
     Case(lengths=(4096,), gate="zero", H_k=2, H_v=8, state_v_first=True),
@@ -91,8 +90,7 @@ def expected_of(case: Case) -> tuple[dict, reference.Gradients, torch.Tensor]:
 
 @functools.cache
 def found_on(world_size: int, cases: tuple[Case, ...], device: str = "cpu") -> list[dict]:
-    backend = "gloo" if device == "cpu" else "nccl"
-    return run_on_ranks(world_size, cp_ranks.all_cases, list(cases), device, backend=backend)
+    return run_on_ranks(world_size, cp_ranks.all_cases, list(cases), device, device=device)
 
 
 def put_together(case: Case, layout: str, of_ranks: list[dict]) -> dict:
@@ -136,10 +134,22 @@ def check(case: Case, layout: str, of_ranks: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_against_the_recurrence(world_size, case, layout):
-    check(case, layout, found_on(world_size, CASES))
+@pytest.mark.parametrize(
+    ("device", "world_size", "case"),
+    [
+        *(("cpu", world_size, case) for world_size in WORLD_SIZES for case in CASES),
+        *(of_two_gpus(2, case) for case in GPU_CASES),
+    ],
+    ids=str,
+)
+def test_against_the_recurrence(device, world_size, case, layout):
+    check(case, layout, found_on(world_size, CASES if device == "cpu" else GPU_CASES, device))
+
+
+@pytest.mark.parametrize("device", [of_two_gpus()])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_a_cuda_graph(device, layout):
+    run_on_ranks(2, cp_ranks.captured, GPU_CASES[2], layout, device=device)
 
 
 @pytest.mark.parametrize("world_size", (2, 3))
@@ -159,38 +169,57 @@ BACKEND = "aot_eager_decomp_partition"
 OF_ITS_OWN = Case(lengths=(160, 80), **SMALL)
 
 
+ON_BOTH = pytest.mark.parametrize(
+    ("device", "world_size", "case"), [("cpu", 3, ONE), of_two_gpus(2, GPU_CASES[0])], ids=str
+)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("world_size", "case"), [(2, CASES[2]), (3, OF_ITS_OWN), (3, CASES[-2])], ids=str)
-def test_compiled(world_size, case):
-    run_on_ranks(world_size, cp_ranks.compiled, case, "cpu", BACKEND)
+@pytest.mark.parametrize(
+    ("device", "world_size", "case"),
+    [("cpu", 2, CASES[2]), ("cpu", 3, OF_ITS_OWN), ("cpu", 3, CASES[-2]), of_two_gpus(2, GPU_CASES[2])],
+    ids=str,
+)
+def test_compiled(device, world_size, case):
+    run_on_ranks(world_size, cp_ranks.compiled, case, device, BACKEND, device=device)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", [BACKEND, "inductor"])
-def test_compiled_for_other_lengths(backend):
-    cases = [Case(lengths=(total // 4, total - total // 4), **SMALL) for total in (240, 480, 100)]
-    run_on_ranks(2, cp_ranks.compiled_for_other_lengths, cases, "cpu", backend)
+@pytest.mark.parametrize(
+    ("device", "totals", "sizes"),
+    [("cpu", (240, 480, 100), SMALL), of_two_gpus((2048, 4096, 1000), {"gate": "logsigmoid"})],
+    ids=str,
+)
+def test_compiled_for_other_lengths(device, totals, sizes, backend):
+    cases = [Case(lengths=(total // 4, total - total // 4), **sizes) for total in totals]
+    run_on_ranks(2, cp_ranks.compiled_for_other_lengths, cases, device, backend, device=device)
 
 
 @pytest.mark.parametrize("backend", [None, pytest.param(BACKEND, marks=pytest.mark.long)])
-def test_gradients_that_are_none(backend):
+@pytest.mark.parametrize(
+    ("device", "world_size", "cases"), [("cpu", 3, [ONE, OF_ITS_OWN]), of_two_gpus(2, GPU_CASES[:1])]
+)
+def test_gradients_that_are_none(device, world_size, cases, backend):
     """No rank leaves the others waiting."""
-    run_on_ranks(3, cp_ranks.gradients_that_are_none, [ONE, OF_ITS_OWN], "cpu", backend, timeout=20)
+    run_on_ranks(world_size, cp_ranks.gradients_that_are_none, cases, device, backend, device=device, timeout=40)
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.10."), reason="PyTorch 2.10's partitioner fails on it")
-def test_compiled_halo():
-    run_on_ranks(2, cp_ranks.compiled_halo, ONE, "cpu", BACKEND)
+@ON_BOTH
+def test_compiled_halo(device, world_size, case):
+    run_on_ranks(2, cp_ranks.compiled_halo, case, device, BACKEND, device=device)
 
 
-@pytest.mark.parametrize("world_size", (1, 3, 8))
-def test_halos(world_size):
+@pytest.mark.parametrize(("device", "world_size"), [("cpu", 1), ("cpu", 3), ("cpu", 8), of_two_gpus(2)])
+def test_halos(device, world_size):
     batches = [((240,), 0), ((7, 0, 200, 33), 0), ((1,) * 20 + (219, 1), 0), ((7, 150), 83), ((30,), 210)]
-    run_on_ranks(world_size, cp_ranks.halos, batches, (1, 4, 20), "cpu")
+    run_on_ranks(world_size, cp_ranks.halos, batches, (1, 4, 20), device, device=device)
 
 
-def test_a_convolution_before_it():
-    run_on_ranks(3, cp_ranks.convolved, ONE, 4, "cpu")
+@ON_BOTH
+def test_a_convolution_before_it(device, world_size, case):
+    run_on_ranks(world_size, cp_ranks.convolved, case, 4, device, device=device)
 
 
 # One process that plays all ranks, which is how one GPU can
@@ -223,6 +252,17 @@ class OneProcess:
         return [call(False) for call in calls]
 
 
+def step_of_ranks(ranks: OneProcess, local: list[tuple[dict, dict]]) -> list[dict]:
+    """Outputs and gradients of each rank, of its inputs and the gradients of its outputs."""
+    made = ranks.play([lambda first, inputs=inputs: cp_ranks.run_forward(inputs) for inputs, _ in local])
+    return ranks.play(
+        [
+            lambda first, outputs=outputs, gradients=gradients: cp_ranks.run_backward(*outputs, gradients, first)
+            for outputs, (_, gradients) in zip(made, local, strict=True)
+        ]
+    )
+
+
 PLAYED = (
     CASES[2],
     CASES[6],
@@ -243,13 +283,7 @@ def test_ranks_in_one_process(device, monkeypatch, world_size, case, layout):
     groups = [Group(number=rank, world_size=world_size) for rank in range(world_size)]
     local = [cp_ranks.local_case(case, layout, device, group=group) for group in groups]
     with poisoned(device):
-        made = ranks.play([lambda first, inputs=inputs: cp_ranks.run_forward(inputs) for inputs, _ in local])
-        found = ranks.play(
-            [
-                lambda first, outputs=outputs, gradients=gradients: cp_ranks.run_backward(*outputs, gradients, first)
-                for outputs, (_, gradients) in zip(made, local, strict=True)
-            ]
-        )
+        found = step_of_ranks(ranks, local)
         with torch.inference_mode():
             again = ranks.play(
                 [
@@ -268,13 +302,7 @@ def test_a_loss_on_the_state_where_a_sequence_goes_on(monkeypatch):
     local = [cp_ranks.local_case(ONE, "contiguous", "cpu", group=group) for group in groups]
     for seed, (_, gradients) in enumerate(local):
         gradients["dht"] = torch.randn(gradients["dht"].shape, generator=torch.Generator().manual_seed(seed)).double()
-    made = ranks.play([lambda first, inputs=inputs: cp_ranks.run_forward(inputs) for inputs, _ in local])
-    found = ranks.play(
-        [
-            lambda first, outputs=outputs, gradients=gradients: cp_ranks.run_backward(*outputs, gradients, first)
-            for outputs, (_, gradients) in zip(made, local, strict=True)
-        ]
-    )
+    found = step_of_ranks(ranks, local)
     whole = {
         name: x for name, x in make_inputs(ONE, "cpu").items() if name not in ("cu_seqlens", "q", "k", "v", "g", "beta")
     }
@@ -326,16 +354,29 @@ def test_other_heads_on_one_rank():
     """gloo notices it in one process, which it ends; the other finds out in the next collective, if not before."""
     outcomes = outcomes_on_ranks(2, cp_ranks.other_heads_on_rank_1, ONE, "0", timeout=5)
     assert {} in outcomes and all("result" not in outcome for outcome in outcomes), outcomes
-    for outcome in outcomes_on_ranks(2, cp_ranks.other_heads_on_rank_1, ONE, "1", timeout=5):
-        shapes = "[((1, 2, 40, 16), torch.float64, False), ((1, 4, 40, 16), torch.float64, False)]"
-        assert shapes in outcome["error"], outcome
 
 
-@pytest.mark.parametrize("function", ["chunk_gated_delta_rule", "exchange_halo"])
-def test_gradients_on_one_rank(function):
-    for outcome in outcomes_on_ranks(2, cp_ranks.gradients_on_one_rank, ONE, function):
-        assert "or in whether they need gradients" in outcome["error"], outcome
-        assert "torch.float64, False), (" in outcome["error"] and "torch.float64, True)]" in outcome["error"]
+@pytest.mark.parametrize(
+    ("device", "case", "sizes", "dtype"),
+    [("cpu", ONE, "40, 16", torch.float64), of_two_gpus(GPU_CASES[0], "256, 128", torch.float32)],
+    ids=str,
+)
+def test_other_heads_that_are_checked(device, case, sizes, dtype):
+    for outcome in outcomes_on_ranks(2, cp_ranks.other_heads_on_rank_1, case, "1", device, device=device, timeout=5):
+        shapes = ", ".join(f"((1, {H_v}, {sizes}), {dtype}, False)" for H_v in (case.H_v, 2 * case.H_v))
+        assert f"[{shapes}]" in outcome["error"], outcome
+
+
+@pytest.mark.parametrize(
+    ("device", "case", "dtypes"),
+    [("cpu", ONE, (FP64, FP64)), of_two_gpus(GPU_CASES[0], (FP32, torch.bfloat16))],
+    ids=str,
+)
+def test_gradients_on_one_rank(device, case, dtypes):
+    for function, dtype in zip(("chunk_gated_delta_rule", "exchange_halo"), dtypes, strict=True):
+        for outcome in outcomes_on_ranks(2, cp_ranks.gradients_on_one_rank, case, function, device, device=device):
+            assert "or in whether they need gradients" in outcome["error"], outcome
+            assert f"{dtype}, False), (" in outcome["error"] and f"{dtype}, True)]" in outcome["error"]
 
 
 # Contexts
@@ -589,79 +630,3 @@ def test_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         o, _ = flash_qla.chunk_gated_delta_rule(**inputs)
     assert torch.equal(o, expected)
-
-
-# Two GPUs
-
-
-@pytest.mark.gpu
-@two_gpus
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", GPU_CASES, ids=str)
-def test_two_gpus(case, layout):
-    check(case, layout, found_on(2, GPU_CASES, "cuda"))
-
-
-@pytest.mark.gpu
-@two_gpus
-def test_two_gpus_compiled():
-    run_on_ranks(2, cp_ranks.compiled, GPU_CASES[2], "cuda", BACKEND, backend="nccl")
-
-
-@pytest.mark.gpu
-@two_gpus
-@pytest.mark.parametrize("backend", [BACKEND, "inductor"])
-def test_two_gpus_compiled_for_other_lengths(backend):
-    cases = [Case(lengths=(total // 4, total - total // 4), gate="logsigmoid") for total in (2048, 4096, 1000)]
-    run_on_ranks(2, cp_ranks.compiled_for_other_lengths, cases, "cuda", backend, backend="nccl")
-
-
-@pytest.mark.gpu
-@two_gpus
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_gpus_in_a_cuda_graph(layout):
-    run_on_ranks(2, cp_ranks.captured, GPU_CASES[2], layout, backend="nccl")
-
-
-@pytest.mark.gpu
-@two_gpus
-def test_two_gpus_exchange_halos():
-    run_on_ranks(2, cp_ranks.halos, [(7, 200, 33)], (4,), "cuda", backend="nccl")
-
-
-@pytest.mark.gpu
-@two_gpus
-def test_two_gpus_compiled_halo():
-    run_on_ranks(2, cp_ranks.compiled_halo, GPU_CASES[0], "cuda", BACKEND, backend="nccl")
-
-
-@pytest.mark.gpu
-@two_gpus
-@pytest.mark.parametrize("backend", [None, BACKEND])
-def test_two_gpus_gradients_that_are_none(backend):
-    run_on_ranks(2, cp_ranks.gradients_that_are_none, GPU_CASES[:1], "cuda", backend, backend="nccl", timeout=40)
-
-
-@pytest.mark.gpu
-@two_gpus
-def test_two_gpus_with_a_convolution_before_it():
-    run_on_ranks(2, cp_ranks.convolved, GPU_CASES[0], 4, "cuda", backend="nccl")
-
-
-@pytest.mark.gpu
-@two_gpus
-def test_two_gpus_other_heads_on_one():
-    for outcome in outcomes_on_ranks(2, cp_ranks.other_heads_on_rank_1, GPU_CASES[0], "1", "cuda", backend="nccl"):
-        shapes = "[((1, 4, 256, 128), torch.float32, False), ((1, 8, 256, 128), torch.float32, False)]"
-        assert shapes in outcome["error"], outcome
-
-
-@pytest.mark.gpu
-@two_gpus
-@pytest.mark.parametrize(
-    ("function", "dtype"), [("chunk_gated_delta_rule", torch.float32), ("exchange_halo", torch.bfloat16)]
-)
-def test_two_gpus_gradients_on_one(function, dtype):
-    case = GPU_CASES[0]
-    for outcome in outcomes_on_ranks(2, cp_ranks.gradients_on_one_rank, case, function, "cuda", backend="nccl"):
-        assert f"{dtype}, False), (" in outcome["error"] and f"{dtype}, True)]" in outcome["error"], outcome

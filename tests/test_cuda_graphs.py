@@ -5,7 +5,7 @@ import accuracy
 import pytest
 import torch
 from cases import Case, equal, make_inputs, reference_of
-from cpp_example import ROOT, assert_close, export_block, load_example
+from cpp_example import ROOT, load_example
 
 TOKENS = ("q", "k", "v", "g", "beta")
 BUDGETS = (64, 400)
@@ -84,20 +84,6 @@ def test_a_prompt_in_pieces(device):
     o = torch.cat([piece for pieces_of_one in zip(*pieces, strict=True) for piece in pieces_of_one], 1)
     accuracy.check("o", o, expected.o, dtype=torch.bfloat16, case="prompt in pieces")
     accuracy.check("final_state", states, expected.final_state, dtype=torch.bfloat16, case="prompt in pieces")
-
-
-def test_a_block_in_graphs(device):
-    """Projections and gates captured with the op."""
-    block = export_block.make_block(device)
-    x, _, state = export_block.make_inputs(block, (1,))
-    graphs = example.PrefillGraphs(block, BUDGETS, [x], torch.zeros(N, *state.shape[1:], device=device))
-    for seed, lengths in enumerate(((300, 65, 0, 7), (20, 1, 3), (65,))):
-        x, cu_seqlens, state = export_block.make_inputs(block, lengths, seed)
-        actual = graphs.prefill([x], lengths, state)
-        with torch.no_grad():
-            padded = torch.nn.functional.pad(x, (0, 0, 0, graphs.budget_of(lengths) - x.shape[1]))
-            y, new_state = block(padded, cu_seqlens, state)
-        assert_close(actual, (y[:, : x.shape[1]], new_state))
 
 
 def test_what_does_not_fit(device):

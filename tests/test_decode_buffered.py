@@ -12,7 +12,6 @@ from test_decode import BARS, BF16, FP16, FP32, FP64, Case, for_device, indices,
 from flash_qla import decode_gated_delta_rule, decode_gated_delta_rule_buffered
 
 TOKENS = ("q", "k", "v", "a", "b")
-OP = torch.ops.flash_qla.decode_gated_delta_rule_buffered.default
 
 
 def make_backlog(case: Case, L: int, device: str = "cpu", d_dtype=None, k_dtype=None, gap: int = 0) -> dict:
@@ -164,18 +163,6 @@ def test_no_slot(state_dtype, device):
     assert not o.any()
 
 
-@pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
-def test_gates_that_forget_everything(state_dtype, device):
-    """exp(g) = 0 within a backlog: nothing before the token counts, and nothing is NaN."""
-    case = for_device(Case(T=8, B=3, K=64, V=64, state_dtype=state_dtype), device)
-    call = make_call(case, 6, device)
-    call["A_log"].fill_(3.0)
-    call["a"].fill_(-8.0)
-    call["a"][0, 2] = call["a"][1, 4] = call["a"][2, :4] = 1e4
-    call["a"][2, 7] = float("inf")
-    check_steps(call)
-
-
 @pytest.mark.parametrize("value", (float("nan"), float("inf")))
 def test_entries_after_write_pos_are_not_read(value, device):
     case = for_device(Case(T=3, B=2), device)
@@ -239,60 +226,6 @@ def test_a_sequence_does_not_depend_on_the_others(B, state_dtype, device):
         assert torch.equal(decode_gated_delta_rule_buffered(**call | alone), o[n : n + 1])
         slot = call["state_indices"][n]
         assert all(torch.equal(alone[name][slot], call[name][slot]) for name in written)
-
-
-@pytest.mark.parametrize("ready", (False, True))
-@pytest.mark.parametrize("contiguous", (False, True))
-def test_without_a_pool(ready, contiguous, device):
-    """A state for each sequence, gates and step sizes that are ready, and memory for o."""
-    case = for_device(Case(T=6, B=3, slots=3, K=64, V=64), device)
-    call = make_call(case, 4, device)
-    expected = Reference(call | {"state_indices": torch.arange(3)})
-    del call["state_indices"]
-    arguments = call | {"state_indices": None}
-    if ready:
-        g = -call["A_log"].exp() * F.softplus(call["a"] + call["dt_bias"])
-        arguments |= {"a": g, "b": call["b"].sigmoid(), "A_log": None, "dt_bias": None}
-    for t in range(6):
-        out = torch.full((3, 1, case.H_v, 1 if contiguous else 2, case.V), 7.0, device=device).to(case.dtype)[
-            :, :, :, 0
-        ]
-        step = step_of(arguments, t) | {"write_pos": torch.full_like(call["write_pos"], t % 4), "out": out}
-        assert decode_gated_delta_rule_buffered(**arguments | step) is out
-        assert relative_error(out.cpu(), expected.step(t)) <= BARS[out.dtype]
-
-
-# Registration
-
-
-@pytest.mark.parametrize("forced", (False, True))
-def test_opcheck(forced, device):
-    call = make_call(for_device(Case(), device), 3, device)
-    for name in ("d_cache", "k_cache", "g_cache"):
-        call[name].zero_()
-    call["write_pos"] = torch.tensor([0, 1, 2], device=device)
-    if forced:
-        call["force_flush"] = torch.tensor([1, 0, 0], device=device)
-    torch.library.opcheck(OP, (), call)
-
-
-@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
-def test_compile(backend, device):
-    """The call is one graph, and writes the pool and the backlog in place."""
-
-    def twice(**arguments):
-        return decode_gated_delta_rule_buffered(**arguments) * 2
-
-    torch._dynamo.reset()
-    compiled = torch.compile(twice, fullgraph=True, backend=backend)
-    calls = [make_call(for_device(Case(), device), 3, device) for _ in range(2)]
-    calls = [call | {"write_pos": torch.tensor([0, 2, 0], device=device)} for call in calls]
-    for call in calls:
-        for name in ("d_cache", "k_cache", "g_cache"):
-            call[name].zero_()
-    assert torch.equal(compiled(**calls[0]), twice(**calls[1]))
-    for name in ("state_pool", "d_cache", "k_cache", "g_cache"):
-        assert torch.equal(calls[0][name], calls[1][name])
 
 
 # Errors
@@ -406,33 +339,3 @@ def test_not_on_the_gpu(case, of_backlog, text):
     call = make_call(case, 3, "cuda", **of_backlog)
     with pytest.raises(RuntimeError, match=re.escape(text)):
         decode_gated_delta_rule_buffered(**call)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("state_dtype", (FP32, BF16), ids=str)
-def test_graph(state_dtype):
-    """One captured call serves every step: the device reads the positions and the flushes."""
-    case = for_device(Case(B=4, T=9, K=128, V=128, gate_dtype=BF16, state_dtype=state_dtype), "cuda")
-    call, eager = make_call(case, 4, "cuda"), make_call(case, 4, "cuda")
-    static = {name: x.clone() for name, x in step_of(call, 0).items()}
-    static |= {"write_pos": call["write_pos"], "force_flush": torch.zeros(4, dtype=torch.int32, device="cuda")}
-    warm = make_call(case, 4, "cuda")
-    with torch.cuda.stream(torch.cuda.Stream()):  # a first call prepares the kernel
-        decode_gated_delta_rule_buffered(**warm | step_of(warm, 0))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = decode_gated_delta_rule_buffered(**call | static)
-    flushes = torch.zeros(9, 4, dtype=torch.int32, device="cuda")
-    flushes[2, 1] = flushes[5, 0] = flushes[5, 3] = 1
-    for t in range(9):
-        for name, x in step_of(call, t).items():
-            static[name].copy_(x)
-        static["write_pos"].copy_(eager["write_pos"])
-        static["force_flush"].copy_(flushes[t])
-        graph.replay()
-        assert torch.equal(o, decode_gated_delta_rule_buffered(**eager | step_of(eager, t), force_flush=flushes[t]))
-        for name in ("state_pool", "d_cache", "k_cache", "g_cache"):
-            assert torch.equal(call[name].nan_to_num(7), eager[name].nan_to_num(7))
-        eager["write_pos"] = torch.where(flushes[t] != 0, 0, (eager["write_pos"] + 1) % 4)
-    assert relative_error(reconstructed(call | {"write_pos": eager["write_pos"]}, 1), reconstructed(eager, 1)) == 0

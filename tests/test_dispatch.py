@@ -189,9 +189,10 @@ def test_context_parallelism_gives_every_sm_work():
     assert found.predicted_us < without.predicted_us / 2
 
 
-def test_auto_cp_never_predicts_slower():
+@pytest.mark.parametrize("dispatch", (_C.forward_dispatch, _C.backward_dispatch), ids=("forward", "backward"))
+def test_auto_cp_never_predicts_slower(dispatch):
     for shape in SHAPES:
-        found, without = (_C.forward_dispatch(**shape, auto_cp=auto_cp) for auto_cp in (True, False))
+        found, without = (dispatch(**shape, auto_cp=auto_cp) for auto_cp in (True, False))
         assert found.predicted_us <= without.predicted_us, shape
 
 
@@ -446,12 +447,6 @@ def test_context_parallelism_of_the_backward(varlen):
     assert segment_chunks(1, 64, 1, 2, 8) == 0
     if not varlen:
         assert segment_chunks(8, 4096, 8, 16, 64) == 0  # the card is full
-
-
-def test_auto_cp_of_the_backward_never_predicts_slower():
-    for shape in SHAPES:
-        found, without = (_C.backward_dispatch(**shape, auto_cp=auto_cp) for auto_cp in (True, False))
-        assert found.predicted_us <= without.predicted_us, shape
 
 
 def test_last_segments_of_sequences_take_turns_too():

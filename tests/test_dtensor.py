@@ -4,10 +4,8 @@ Ranks have gloo on the CPU, and NCCL on two GPUs.
 """
 
 import pytest
-import torch.distributed.tensor
 from cases import Case
 from dtensor_ranks import (
-    OF_HEADS_ONLY,
     PLACEMENTS,
     compiled,
     partial_gradients,
@@ -17,8 +15,8 @@ from dtensor_ranks import (
     with_context,
     without_derivatives,
 )
-from every_op import NAMES
-from ranks import run_on_ranks
+from every_op import NAMES, WITH_POOL
+from ranks import of_two_gpus, run_on_ranks
 
 SIZES = {"H_k": 2, "H_v": 4, "K": 16, "V": 8, "gate": "logsigmoid"}
 INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
@@ -33,27 +31,45 @@ PACKED = (
 )
 
 
+GPU_BATCH = (
+    Case(B=4, T=300, gate="logsigmoid"),
+    Case(B=2, T=300, gate="logsigmoid", K=96, V=192, **INSIDE, state_v_first=True),
+)
+GPU_PACKED = (Case(lengths=(300, 0, 129), gate="logsigmoid", keys="raw", use_qk_l2norm_in_kernel=True, **INSIDE),)
+on_both = pytest.mark.parametrize("device", ("cpu", of_two_gpus()))
+
+
+@on_both
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_training(placement):
+def test_training(placement, device):
     """Results and gradients are the bits of one rank, and nothing is exchanged; sums over the batch are sums."""
-    cases = BATCH if placement == "batch" else BATCH + PACKED
-    assert run_on_ranks(2, training, cases, placement) == [len(cases)] * 2
+    batch, packed = (BATCH, PACKED) if device == "cpu" else (GPU_BATCH, GPU_PACKED)
+    cases = batch if placement == "batch" else batch + packed
+    assert run_on_ranks(2, training, cases, placement, device=device) == [len(cases)] * 2
 
 
+@on_both
 @pytest.mark.parametrize("placement", ("batch", "heads"))
-def test_compile(placement):
-    assert run_on_ranks(2, compiled, BATCH[0], placement) == [None] * 2
+def test_compile(placement, device):
+    case = BATCH[0] if device == "cpu" else GPU_BATCH[0]
+    assert run_on_ranks(2, compiled, case, placement, device=device) == [None] * 2
 
 
-def test_a_mesh_of_two_dimensions():
-    """The batch over one, heads over the other."""
-    case = Case(B=2, T=70, **SIZES, **INSIDE)
-    assert run_on_ranks(4, training, (case,), "both") == [1] * 4
+@pytest.mark.parametrize(
+    ("device", "world_size", "cases"),
+    [("cpu", 4, (Case(B=2, T=70, **SIZES, **INSIDE),)), of_two_gpus(2, GPU_BATCH)],
+    ids=str,
+)
+def test_a_mesh_of_two_dimensions(device, world_size, cases):
+    """The batch over one, heads over the other, of which two GPUs leave one."""
+    assert run_on_ranks(world_size, training, cases, "both", device=device) == [len(cases)] * world_size
 
 
-def test_partial_gradients():
+@on_both
+def test_partial_gradients(device):
     """They are reduced first."""
-    assert run_on_ranks(2, partial_gradients, BATCH[0]) == [None] * 2
+    case = BATCH[0] if device == "cpu" else GPU_BATCH[0]
+    assert run_on_ranks(2, partial_gradients, case, device=device) == [None] * 2
 
 
 @pytest.mark.parametrize("H_k", (4, 6))
@@ -67,17 +83,18 @@ def test_partial_gradients_beside_heads(H_k):
             assert "do is a DTensor placed" in error and "expected Replicate() on dimension 0 of the mesh" in error
 
 
-@pytest.mark.parametrize("name", [x for x in NAMES if x in OF_HEADS_ONLY])
-def test_ops_on_a_pool(name):
+@pytest.mark.parametrize("name", WITH_POOL)
+@on_both
+def test_ops_on_a_pool(name, device):
     """The shards of states are written in place."""
-    assert run_on_ranks(2, without_derivatives, name) == [None] * 2
+    assert run_on_ranks(2, without_derivatives, name, device=device) == [None] * 2
 
 
 def test_every_op_is_here():
     """The halves of a pass, whose ranks exchange, are not for DTensors."""
     others = {x for x in NAMES if not x.endswith("_begin")}
     suffixes = ("", "_fwd", "_bwd", "_packed", "_packed_bwd")
-    assert others == OF_HEADS_ONLY | {f"chunk_gated_delta_rule{suffix}" for suffix in suffixes}
+    assert others == {*WITH_POOL} | {f"chunk_gated_delta_rule{suffix}" for suffix in suffixes}
 
 
 def test_refusals():
@@ -96,57 +113,7 @@ def test_refusals():
             assert all(word in messages[words[0]] for word in words[1:]), (words, messages[words[0]])
 
 
-def test_a_layer_with_heads_in_parallel():
+@on_both
+def test_a_layer_with_heads_in_parallel(device):
     """A layer whose projections are sharded by torch's tensor parallelism: its output and weight gradients."""
-    assert run_on_ranks(2, with_context) == [None] * 2
-
-
-# Two GPUs
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-GPU_BATCH = (
-    Case(B=4, T=300, gate="logsigmoid"),
-    Case(B=2, T=300, gate="logsigmoid", K=96, V=192, **INSIDE, state_v_first=True),
-)
-GPU_PACKED = (Case(lengths=(300, 0, 129), gate="logsigmoid", keys="raw", use_qk_l2norm_in_kernel=True, **INSIDE),)
-
-
-@pytest.mark.gpu
-@two_gpus
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_two_gpus(placement):
-    cases = GPU_BATCH if placement == "batch" else GPU_BATCH + GPU_PACKED
-    assert run_on_ranks(2, training, cases, placement, backend="nccl") == [len(cases)] * 2
-
-
-@pytest.mark.gpu
-@two_gpus
-@pytest.mark.parametrize("placement", ("batch", "heads"))
-def test_two_gpus_compiled(placement):
-    assert run_on_ranks(2, compiled, GPU_BATCH[0], placement, backend="nccl") == [None] * 2
-
-
-@pytest.mark.gpu
-@two_gpus
-def test_two_gpus_partial_gradients():
-    assert run_on_ranks(2, partial_gradients, GPU_BATCH[0], backend="nccl") == [None] * 2
-
-
-@pytest.mark.gpu
-@two_gpus
-@pytest.mark.parametrize("name", [x for x in NAMES if x in OF_HEADS_ONLY])
-def test_two_gpus_ops_on_a_pool(name):
-    assert run_on_ranks(2, without_derivatives, name, backend="nccl") == [None] * 2
-
-
-@pytest.mark.gpu
-@two_gpus
-def test_two_gpus_a_mesh_of_two_dimensions():
-    """The batch over two GPUs, heads over one."""
-    assert run_on_ranks(2, training, GPU_BATCH, "both", backend="nccl") == [len(GPU_BATCH)] * 2
-
-
-@pytest.mark.gpu
-@two_gpus
-def test_two_gpus_a_layer_with_heads_in_parallel():
-    assert run_on_ranks(2, with_context, backend="nccl") == [None] * 2
+    assert run_on_ranks(2, with_context, device=device) == [None] * 2

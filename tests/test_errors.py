@@ -106,6 +106,7 @@ WRONG = {
     "state integer": (replaced("initial_state", lambda x: x.int()), "initial_state", ["int32", "float32"]),
 }
 
+PACKED = {"lengths": (60, 4)}
 WRONG_VARLEN = {
     "cu_seqlens dtype": (replaced("cu_seqlens", lambda x: x.float()), "cu_seqlens", ["float32", "int32", "int64"]),
     "cu_seqlens int16": (replaced("cu_seqlens", lambda x: x.short()), "cu_seqlens", ["int32", "int64"]),
@@ -136,6 +137,13 @@ WRONG_GRADIENT = {
     "dht rank": (replaced("dht", lambda x: x[0]), "dht", ["[4, 128, 128]", "[1, 4, 128, 128]"]),
     "dht heads": (replaced("dht", lambda x: x[:, :2]), "dht", ["[1, 2, 128, 128]", "[1, 4, 128, 128]"]),
     "dht integer": (replaced("dht", lambda x: x.int()), "dht", ["int32", "float32"]),
+    "neither g nor g_raw": (replaced("g", lambda x: None), "g_raw", ["None", "g of the forward"]),
+    "no sums": (
+        lambda inputs: {**inputs, "g": None, "A": None, "g_raw": inputs["g"][:, :5]},
+        "g_raw",
+        ["[1, 5, 4]", "[1, 64, 4]"],
+    ),
+    "g_raw without the gate": (lambda inputs: {**inputs, "g_raw": inputs["g"]}, "g_raw", ["use_gate_in_kernel"]),
 }
 
 
@@ -152,28 +160,50 @@ WRONG_INSIDE = {
     "raw beta integer": (replaced("beta", lambda x: x.int()), "beta", ["int32", "float32"]),
 }
 
+
+def rates(inputs: dict) -> torch.Tensor:
+    return torch.zeros(4, device=inputs["q"].device)
+
+
 WRONG_OUTSIDE = {
-    "A_log": ({"A_log": torch.zeros(4)}, "A_log", ["None", "use_gate_in_kernel"]),
-    "dt_bias": ({"dt_bias": torch.zeros(4)}, "dt_bias", ["None", "use_gate_in_kernel"]),
-    "the gate alone": ({"use_gate_in_kernel": True}, "A_log", ["None", "[H_v]"]),
-    "the gate with a bias only": ({"use_gate_in_kernel": True, "dt_bias": torch.zeros(4)}, "A_log", ["None", "[H_v]"]),
-    "allow_neg_eigval": ({"allow_neg_eigval": True}, "allow_neg_eigval", ["use_beta_sigmoid_in_kernel"]),
+    "A_log": (lambda x: {**x, "A_log": rates(x)}, "A_log", ["None", "use_gate_in_kernel"]),
+    "dt_bias": (lambda x: {**x, "dt_bias": rates(x)}, "dt_bias", ["None", "use_gate_in_kernel"]),
+    "the gate alone": (lambda x: {**x, "use_gate_in_kernel": True}, "A_log", ["None", "[H_v]"]),
+    "the gate with a bias only": (
+        lambda x: {**x, "use_gate_in_kernel": True, "dt_bias": rates(x)},
+        "A_log",
+        ["None", "[H_v]"],
+    ),
+    "allow_neg_eigval": (lambda x: {**x, "allow_neg_eigval": True}, "allow_neg_eigval", ["use_beta_sigmoid_in_kernel"]),
 }
 
 # The backward alone, with the gate inside
 WRONG_RAW_GATE = {
-    "none": (replaced("g_raw", lambda x: None), ["None", "[B, T, H_v]", "use_gate_in_kernel"]),
-    "rank": (replaced("g_raw", lambda x: x[0]), ["[64, 4]", "[1, 64, 4]"]),
-    "heads": (replaced("g_raw", lambda x: x[..., :2]), ["[1, 64, 2]", "[1, 64, 4]"]),
-    "integer": (replaced("g_raw", lambda x: x.int()), ["int32", "float32"]),
+    "g_raw none": (replaced("g_raw", lambda x: None), "g_raw", ["None", "[B, T, H_v]", "use_gate_in_kernel"]),
+    "g_raw rank": (replaced("g_raw", lambda x: x[0]), "g_raw", ["[64, 4]", "[1, 64, 4]"]),
+    "g_raw heads": (replaced("g_raw", lambda x: x[..., :2]), "g_raw", ["[1, 64, 2]", "[1, 64, 4]"]),
+    "g_raw integer": (replaced("g_raw", lambda x: x.int()), "g_raw", ["int32", "float32"]),
 }
+GATE = {"use_gate_in_kernel": True}
+# op, name of the fault, options of the case, the fault
+ALL_WRONG = [
+    (op, name, options, fault)
+    for ops, options, faults in (
+        (OPS, {}, WRONG | WRONG_OUTSIDE),
+        (OPS, PACKED, WRONG_VARLEN),
+        (OPS, GATE | {"use_beta_sigmoid_in_kernel": True}, WRONG_INSIDE),
+        (OPS[2:], {}, WRONG_GRADIENT),
+        (OPS[2:], GATE, WRONG_RAW_GATE),
+    )
+    for op in ops
+    for name, fault in faults.items()
+]
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_input(device, op, wrong):
-    edit, argument, parts = WRONG[wrong]
-    check_raises(op, edit(good(op, device)), argument, *parts)
+@pytest.mark.parametrize(("op", "name", "options", "fault"), ALL_WRONG, ids=lambda x: x if isinstance(x, str) else "")
+def test_wrong_input(device, op, name, options, fault):
+    edit, argument, parts = fault
+    check_raises(op, edit(good(op, device, **options)), argument, *parts)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -186,58 +216,6 @@ def test_heads_first(device, op):
     check_raises(op, right | {"k": k}, "k", orders.format("[1, 64, 2, 128]"))
     gates = {"q": v, "k": v, "v": v} | ({"do": right["do"].transpose(1, 2)} if "do" in right else {})
     check_raises(op, right | gates, "g", "[1, 4, 64]", orders.format("[1, 4, 64, 128]"))
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("wrong", WRONG_VARLEN)
-def test_wrong_varlen_input(device, op, wrong):
-    edit, argument, parts = WRONG_VARLEN[wrong]
-    check_raises(op, edit(good(op, device, lengths=(60, 4))), argument, *parts)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("wrong", WRONG_INSIDE)
-def test_wrong_activations(device, op, wrong):
-    edit, argument, parts = WRONG_INSIDE[wrong]
-    inputs = good(op, device, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
-    check_raises(op, edit(inputs), argument, *parts)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("wrong", WRONG_OUTSIDE)
-def test_arguments_of_activations_that_are_not_inside(device, op, wrong):
-    arguments, argument, parts = WRONG_OUTSIDE[wrong]
-    arguments = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
-    check_raises(op, {**good(op, device), **arguments}, argument, *parts)
-
-
-@pytest.mark.parametrize("wrong", WRONG_RAW_GATE)
-def test_wrong_raw_gate(device, wrong):
-    edit, parts = WRONG_RAW_GATE[wrong]
-    op = "chunk_gated_delta_rule_bwd"
-    check_raises(op, edit(good(op, device, use_gate_in_kernel=True)), "g_raw", *parts)
-
-
-def test_a_backward_without_gates(device):
-    inputs = good("chunk_gated_delta_rule_bwd", device)
-    check_raises("chunk_gated_delta_rule_bwd", {**inputs, "g": None}, "g_raw", "None", "g of the forward")
-
-
-def test_a_backward_without_sums(device):
-    op = "chunk_gated_delta_rule_bwd"
-    inputs = good(op, device) | {"g": None, "A": None, "g_raw": good(op, device)["g"][:, :5]}
-    check_raises(op, inputs, "g_raw", "[1, 5, 4]", "[1, 64, 4]")
-
-
-def test_raw_gate_without_the_activation(device):
-    inputs = good("chunk_gated_delta_rule_bwd", device)
-    check_raises("chunk_gated_delta_rule_bwd", {**inputs, "g_raw": inputs["g"]}, "g_raw", "use_gate_in_kernel")
-
-
-@pytest.mark.parametrize("wrong", WRONG_GRADIENT)
-def test_wrong_gradient(device, wrong):
-    edit, argument, parts = WRONG_GRADIENT[wrong]
-    check_raises("chunk_gated_delta_rule_bwd", edit(good("chunk_gated_delta_rule_bwd", device)), argument, *parts)
 
 
 def test_final_state_gradient_for_the_batch(device):
@@ -527,11 +505,3 @@ def test_keywords_that_are_nearly_right(function, keyword, meant):
 def test_unknown_keywords_of_the_low_level_functions_raise(op):
     with pytest.raises(TypeError, match="no_such_keyword"):
         getattr(flash_qla, op)(**good(op, "cpu", T=5), no_such_keyword=None)
-
-
-@pytest.mark.parametrize(("op", "name"), [(op, "beta") for op in OPS] + [(OPS[2], "A"), (OPS[2], "do")])
-def test_missing_argument_raises(op, name):
-    inputs = good(op, "cpu", T=5)
-    del inputs[name]
-    with pytest.raises(TypeError, match=name):
-        getattr(flash_qla, op)(**inputs)

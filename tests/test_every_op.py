@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import ALL_INSIDE, as_slices, backward_mode, equal, forward_mode, restride
-from every_op import BY_TOKEN, NAMES, OF_ALL, SLOTS, at_offset, make_call, names_of_arguments, op_of
+from every_op import BY_TOKEN, NAMES, OF_ALL, SLOTS, WITH_POOL, at_offset, make_call, names_of_arguments
 from subprocesses import run_python
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -20,8 +20,6 @@ NUMBERS = {
     "largest": lambda dtype: torch.finfo(dtype).max,
     "denormal": lambda dtype: torch.finfo(dtype).smallest_normal / 2,
 }
-
-WITH_POOL = [name for name in NAMES if "Tensor(a!) state_pool" in str(op_of(name)._schema)]
 
 every_op = pytest.mark.parametrize("name", NAMES)
 
@@ -168,11 +166,12 @@ def check_order_of_a_batch(call):
 
 
 @every_op
-def test_sequences_by_themselves(device, name):
+@pytest.mark.parametrize("state_dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_sequences_by_themselves(device, name, state_dtype):
     """The bits are the same in any batch on the CPU, and for decoding on the GPU."""
     if device == "cuda" and not name.startswith("decode"):
         pytest.skip("on a GPU kernels are chosen by the shapes of a batch")
-    call = make_call(name, device)
+    call = make_call(name, device, state_dtype=state_dtype)
     expected = call()
     for n in range(4):
         alone = call.permuted([n])
@@ -184,8 +183,9 @@ def test_sequences_by_themselves(device, name):
 
 
 @every_op
-def test_any_number_of_cpu_threads(name):
-    call = make_call(name, "cpu")
+@pytest.mark.parametrize("options", ({}, ALL_INSIDE | {"g_dtype": torch.bfloat16}), ids=("ready", "raw"))
+def test_any_number_of_cpu_threads(name, options):
+    call = make_call(name, "cpu", H_k=2, H_v=6, **options)
     threads = torch.get_num_threads()
     try:
         results = []
@@ -195,6 +195,29 @@ def test_any_number_of_cpu_threads(name):
     finally:
         torch.set_num_threads(threads)
     assert equal(*results)
+
+
+@pytest.mark.gpu
+@every_op
+def test_a_graph_is_replayed_with_other_numbers(name):
+    """Captured once: the device reads lengths, slots and positions in each replay."""
+    call = make_call(name, "cuda")
+    other = make_call(name, "cuda", seed=1)
+    if "map_sequences" not in call.arguments:  # which the host reads
+        other = other.permuted((3, 1, 0, 2))
+    buffers = {x: y.clone() for x, y in call.arguments.items() if torch.is_tensor(y)}
+    captured = dataclasses.replace(call, arguments=call.arguments | buffers)
+    captured()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = captured()
+    for then in (other, call):
+        for x, y in buffers.items():
+            y.copy_(then.arguments[x])
+        for x in results.values():
+            x.fill_(torch.nan)
+        graph.replay()
+        assert equal(results, then())
 
 
 @pytest.mark.gpu

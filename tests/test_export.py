@@ -84,18 +84,6 @@ def test_tracers_know_that_outputs_are_new(device):
 
 
 @torch.no_grad()
-def test_block_continues_from_states():
-    """The block itself: a text in two pieces, and two texts side by side, are what they are alone."""
-    block = export_block.make_block("cpu")
-    x, cu_seqlens, state = export_block.make_inputs(block, (70, 65))
-    y, new = block(x, cu_seqlens, state)
-    first, _ = block(x[:, :70], None, state[:1])
-    middle, carried = block(x[:, 70:100], None, state[1:])
-    last, final = block(x[:, 100:], None, carried)
-    assert_close((y, new[1:]), (torch.cat([first, middle, last], 1), final))
-
-
-@torch.no_grad()
 def test_block_compiles_once_for_all_shapes(device):
     block = export_block.make_block(device)
     torch._dynamo.reset()

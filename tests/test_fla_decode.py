@@ -21,20 +21,15 @@ def arguments_of(case: Case, device: str) -> dict:
 
 
 @parametrize(
-    Case(T=1, **FEW, use_qk_l2norm_in_kernel=True, keys="raw"),
-    Case(T=1, **FEW, state_v_first=True),
+    # The op has all pairs of its options; these are the ways through the function.
+    Case(T=1, **FEW, use_qk_l2norm_in_kernel=True, keys="raw", state_v_first=True),
     Case(T=1, **FEW, initial_state=None),
-    Case(T=1, **FEW, initial_state=torch.bfloat16, dtype=torch.float16),
-    Case(T=1, **FEW, g_dtype=torch.bfloat16, beta_dtype=torch.float16),
+    Case(T=1, **FEW, initial_state=torch.bfloat16, dtype=torch.float16, g_dtype=torch.bfloat16),
     Case(B=3, T=5, **FEW, state_v_first=True, scale=0.3),
-    Case(B=3, T=5, **FEW, gate="resets"),
-    Case(B=2, T=12, **FEW, initial_state=None, state_v_first=True),
     Case(lengths=(1, 0, 6, 11), **FEW, cu_dtype=torch.int64, padding=3),
     Case(lengths=(0, 1, 0), **FEW),  # one token in all, and states that stay as they are
     Case(lengths=(4, 2), **FEW, state_v_first=True, initial_state=None),
     Case(B=2, T=3, **FEW, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True),
-    Case(T=1, **FEW, use_gate_in_kernel=True, state_v_first=True),
-    Case(T=2, **FEW, use_beta_sigmoid_in_kernel=True),
 )
 def test_function(case, device):
     inputs = arguments_of(case, device)
@@ -51,15 +46,6 @@ def test_function(case, device):
     alone, nothing = fused_recurrent_gated_delta_rule(**inputs)
     assert torch.equal(alone, o) and nothing is None
     assert before is None or torch.equal(inputs["initial_state"], before)
-
-
-def test_float64():
-    inputs = arguments_of(Case(T=3, **FEW, dtype=torch.float64, initial_state=torch.float64), "cpu")
-    o, final_state = fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
-    expected = reference.gated_delta_rule(**inputs)
-    assert final_state.dtype == torch.float64
-    assert relative_error(o, expected.o) <= BARS[torch.float64]
-    assert relative_error(final_state, expected.final_state) <= STATE_BARS[torch.float64]
 
 
 @pytest.mark.parametrize("T", (1, 4))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accuracy import FLOAT8, to_float8
 from cases import forward_mode, on_meta
-from every_op import make_call, op_of
+from every_op import make_call
 from test_decode import Case, for_device, make_inputs
 from test_prefill import MODES
 
@@ -107,25 +107,6 @@ def test_outputs_do_not_depend_on_the_dtype(K, T, dtype, device):
     assert torch.equal(decode_gated_delta_rule(**inputs), decode_gated_delta_rule(**wider))
 
 
-@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
-def test_a_start_from_another_slot(dtype, device):
-    """With initial_state_indices two sequences start from one slot as from copies of it. The slot does not change."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 203, H, 128, generator=generator).to(device, BF16) for H in (2, 2, 4))
-    g = -torch.rand(1, 203, 4, generator=generator).to(device)
-    beta = torch.rand(1, 203, 4, generator=generator).to(device)
-    pool = torch.randn(6, 4, 128, 128, generator=generator).to(device, dtype)
-    slots = torch.tensor([1, 3, 5], device=device)
-    options = {"cu_seqlens": torch.tensor([0, 70, 73, 203], device=device), "use_qk_l2norm_in_kernel": True}
-    copied = pool.clone()
-    copied[slots] = pool[[2, 2, 0]]
-    o = prefill_gated_delta_rule(
-        *(q, k, v, g, beta, pool, slots), **options, initial_state_indices=torch.tensor([2, 2, 0], device=device)
-    )
-    assert torch.equal(o, prefill_gated_delta_rule(q, k, v, g, beta, copied, slots, **options))
-    assert torch.equal(pool.view(torch.uint8), copied.view(torch.uint8))
-
-
 @pytest.mark.parametrize("meta", (False, True))
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 def test_no_lagging_states(dtype, meta):
@@ -134,16 +115,3 @@ def test_no_lagging_states(dtype, meta):
     text = f"state_pool has dtype {str(dtype).removeprefix('torch.')}, expected bfloat16, float16, float32 or float64"
     with pytest.raises(RuntimeError, match=re.escape(text)):
         decode_gated_delta_rule_buffered(**on_meta(arguments) if meta else arguments)
-
-
-@pytest.mark.parametrize(
-    "name", ("decode_gated_delta_rule", "decode_gated_delta_rule_packed", "prefill_gated_delta_rule")
-)
-@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
-def test_opcheck(name, dtype, device):
-    """All checks but test_schema, which multiplies numbers of 8 bits: PyTorch's CPU cannot do that."""
-    arguments = make_call(name, device).arguments
-    states = ("state_pool", "intermediate_states", "checkpoints")
-    arguments |= {x: arguments[x].to(dtype) for x in states if x in arguments}
-    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op_of(name), (), arguments, test_utils=checks)

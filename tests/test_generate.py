@@ -92,22 +92,6 @@ def test_beams(name):
 
 
 @all_models
-@pytest.mark.parametrize("how", ("prompt lookup", "assistant"))
-def test_assisted(name, how):
-    """transformers 5.24 raises, with flash_qla and without. This covers a release that rolls states back."""
-    model = small_model(name)
-    assistant = {"prompt_lookup_num_tokens": 3} if how == "prompt lookup" else {"assistant_model": small_model(name)}
-    tokens = text(8).repeat(1, 4)
-    try:
-        generate(model, tokens, **assistant)
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        with use_flash_qla(model), pytest.raises(type(error)):
-            generate(model, tokens, **assistant)
-        return
-    check(model, tokens, decodes=False, **assistant)
-
-
-@all_models
 def test_compiled_decoding(name):
     """A step of decoding is one graph, and gives what it gives without compilation."""
     torch._dynamo.reset()

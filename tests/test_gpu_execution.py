@@ -2,30 +2,20 @@
 synchronisation, CUDA graphs, bad offsets, threads, streams and several devices."""
 
 import dataclasses
-import threading
 
-import accuracy
 import every_op
 import pytest
 import torch
 from cases import (
     ALL_INSIDE,
-    GRADIENT_OF,
     Case,
     as_slices,
     backward_mode,
     equal,
     make_arguments,
-    make_gradients,
-    make_inputs,
-    reference_gradients,
-    reference_of,
     run_all,
 )
-from reference import chunk_cumsum
 from subprocesses import run_python
-
-import flash_qla
 
 pytestmark = pytest.mark.gpu
 
@@ -132,37 +122,6 @@ def test_graph_replay_equals_eager(case):
         assert equal(replay(graph, outputs), run_all(other))
 
 
-@pytest.mark.parametrize("cu_dtype", (torch.int32, torch.int64), ids=str)
-def test_graph_replay_with_other_cu_seqlens(cu_dtype):
-    """The host has never seen the offsets, so one graph serves any batch of up to N sequences and T tokens: fewer
-    tokens leave padding, fewer sequences are zero-length ones at the end."""
-    batches = (
-        (300, 65, 0, 7, 500),
-        (872, 0, 0, 0, 0),
-        (0, 0, 0, 0, 872),
-        (1, 1, 1, 1, 1),
-        (64, 64, 64, 64, 64),
-        (63, 65, 127, 129, 400),
-        (0, 0, 0, 0, 0),
-        (300, 65, 0, 7, 500),
-    )
-    case = Case(lengths=batches[0], H_k=2, H_v=4, gate="logsigmoid", cu_dtype=cu_dtype)
-    inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")
-    graph, outputs = capture({**inputs, **gradients})
-    for lengths in batches:
-        inputs["cu_seqlens"].copy_(torch.tensor([0, *lengths]).cumsum(0).to(cu_dtype))
-        actual = replay(graph, outputs)
-        assert equal(actual, run_all({**inputs, **gradients})), lengths
-        name = f"graph, lengths={lengths}"
-        expected = reference_of(inputs)
-        for output in ("o", "final_state", "h"):
-            accuracy.check(output, actual[output], getattr(expected, output), dtype=torch.bfloat16, case=name)
-        expected = reference_gradients(inputs, **gradients)
-        g_cumsum = chunk_cumsum(inputs["g"], inputs["cu_seqlens"])
-        computed = {of: actual[of] for of in GRADIENT_OF.values()}
-        accuracy.check_gradients(computed, expected, dtype=torch.bfloat16, case=name, g_cumsum=g_cumsum)
-
-
 BAD_OFFSETS = (
     [0, 100, 50, 300],
     [0, 100, 500, 300],
@@ -224,34 +183,6 @@ for offsets in ([0, 60, 40, 100], [0, 101], [3, 100], [0, -1, 100], [0, 40, 100]
     assert lines[12:] == ["passed"] * 3
 
 
-def test_threads_and_streams():
-    """Eight threads at once, each on its own stream and its own shapes; the first launch of each kernel is part of it
-    in a fresh process."""
-    arguments = [make_arguments(dataclasses.replace(CASES[i % len(CASES)], seed=i), "cuda") for i in range(8)]
-    expected = [run_all(x) for x in arguments]
-    torch.cuda.synchronize()
-    start, failures = threading.Barrier(8), []
-
-    def work(i):
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                start.wait()
-                for _ in range(20):
-                    actual = run_all(arguments[i])
-                    torch.cuda.current_stream().synchronize()
-                    if not equal(actual, expected[i]):
-                        failures.append(f"thread {i}: other bits")
-        except Exception as error:
-            failures.append(f"thread {i}: {error!r}")
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
-
-
 def test_the_first_call_may_be_captured():
     """It loads the kernels' code."""
     code = """
@@ -297,23 +228,6 @@ print(all(torch.equal(y, results[0]) for y in results), bool(results[0].isfinite
 """
     output = run_python(code)
     assert output.split() == ["True", "True"], output
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_several_gpus():
-    """The tensors' device counts, not the current one."""
-    arguments = make_arguments(VARLEN, "cuda:0")
-    expected = run_all(arguments)
-    for index in range(1, torch.cuda.device_count()):
-        assert torch.cuda.current_device() == 0
-        moved = {name: x.to(f"cuda:{index}") if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
-        actual = run_all(moved)
-        assert all(x.get_device() == index for x in actual.values())
-        assert equal({name: x.to("cuda:0") for name, x in actual.items()}, expected)
-        inputs = {name: x for name, x in moved.items() if name not in ("do", "dht")}
-        with pytest.raises(RuntimeError, match=rf"\bk is on cuda:0, expected cuda:{index}"):
-            flash_qla.chunk_gated_delta_rule(**{**inputs, "k": arguments["k"]})
-    assert torch.cuda.current_device() == 0
 
 
 RAW_GATES = ALL_INSIDE | {"g_dtype": torch.bfloat16, "beta_dtype": torch.bfloat16}

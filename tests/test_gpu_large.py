@@ -32,10 +32,9 @@ def randn(generator, *shape, dtype=BF16):
     return torch.randn(*shape, generator=generator, device="cuda", dtype=dtype)
 
 
-def large_inputs() -> dict:
-    """v has 2.2e9 elements, and the states at the chunks' starts 4.4e9: offsets need 64 bits."""
-    assert T * H_V * D > 2**31
-    generator = torch.Generator("cuda").manual_seed(0)
+def large_inputs(lengths: tuple[int, int] = LENGTHS, seed: int = 0) -> dict:
+    """By default v has 2.2e9 elements, and the states at the chunks' starts 4.4e9: offsets need 64 bits."""
+    T, generator = sum(lengths), torch.Generator("cuda").manual_seed(seed)
     return {
         "q": F.normalize(randn(generator, 1, T, H_K, D), dim=-1),
         "k": F.normalize(randn(generator, 1, T, H_K, D), dim=-1),
@@ -43,7 +42,7 @@ def large_inputs() -> dict:
         "g": F.logsigmoid(randn(generator, 1, T, H_V, dtype=torch.float32)) / 16,
         "beta": randn(generator, 1, T, H_V, dtype=torch.float32).sigmoid(),
         "initial_state": randn(generator, 2, H_V, D, D, dtype=torch.float32),
-        "cu_seqlens": torch.tensor([0, *LENGTHS], device="cuda").cumsum(0),
+        "cu_seqlens": torch.tensor([0, *lengths], device="cuda").cumsum(0),
     }
 
 
@@ -148,18 +147,8 @@ def test_as_many_elements_as_32_bits_have(beyond):
     """v, o and their gradients have 2^31 elements, a token's fewer, or a token's more. The last sequence lies there."""
     require_free(60)
     T, last = 2**31 // (H_V * D) + beyond, 130
-    generator = torch.Generator("cuda").manual_seed(beyond + 1)
-    lengths = torch.tensor([0, T - last, last], device="cuda")
-    inputs = {
-        "q": F.normalize(randn(generator, 1, T, H_K, D), dim=-1),
-        "k": F.normalize(randn(generator, 1, T, H_K, D), dim=-1),
-        "v": randn(generator, 1, T, H_V, D),
-        "g": F.logsigmoid(randn(generator, 1, T, H_V, dtype=torch.float32)) / 16,
-        "beta": randn(generator, 1, T, H_V, dtype=torch.float32).sigmoid(),
-        "initial_state": randn(generator, 2, H_V, D, D, dtype=torch.float32),
-        "cu_seqlens": lengths.cumsum(0),
-    }
-    do = randn(generator, 1, T, H_V, D)
+    inputs = large_inputs((T - last, last), seed=beyond + 1)
+    do = randn(torch.Generator("cuda").manual_seed(beyond + 11), 1, T, H_V, D)
     tail, name = slice(T - last, T), f"2^31 + {beyond * H_V * D} elements"
     arguments = part(inputs, tail, inputs["initial_state"][1:])
     o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)

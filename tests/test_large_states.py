@@ -9,27 +9,14 @@ from accuracy import BARS
 from cases import Case, forward_mode, make_inputs, parametrize, reference_of
 from poison import poisoned
 from test_halves import BEGIN, FINISH, by_name
+from test_prefill import MODES as OF_KERNELS, of_modes
 
 import flash_qla
 
 FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
 LARGEST = torch.finfo(FP16).max
 CASE = Case(T=5, H_k=1, H_v=2, dtype=FP16, gate="logsigmoid", state_scale=2e6, state_v_first=True)
-# Modes of the GPU's kernels; segments of a chunk, so that long sequences are cut.
-MODES = {
-    "chosen": {},
-    "fused": {"fused": 1, "segment_chunks": 0},
-    "narrow": {"value_tile": 64, "segment_chunks": 0},
-    "wide": {"value_tile": 128, "segment_chunks": 0},
-    "cut": {"value_tile": 64, "segment_chunks": 1},
-    "fused_segments": {"value_tile": 128, "segment_chunks": 1, "fused": 1},
-}
-
-
-def of_modes(*modes: str):
-    """Runs a test once on the CPU, which has no modes, and in each on the GPU."""
-    values = [("cpu", "chosen"), *(pytest.param("cuda", mode, marks=pytest.mark.gpu) for mode in modes)]
-    return pytest.mark.parametrize(("device", "mode"), values)
+MODES = {"chosen": {}} | OF_KERNELS
 
 
 def row_errors(actual: torch.Tensor, expected: torch.Tensor, dims: tuple[int, ...], least=0.0) -> float:
@@ -91,7 +78,7 @@ def with_rows_of_all_sizes(case: Case, device: str) -> dict:
 @pytest.mark.parametrize("T", (5, 300))
 def test_forward(device, mode, T, scale):
     case = dataclasses.replace(CASE, T=T, scale=scale)
-    check(case, make_inputs(case, device), MODES[mode])
+    check(case, make_inputs(case, device), MODES.get(mode, {}))
 
 
 @of_modes(*MODES)
@@ -103,7 +90,7 @@ def test_forward(device, mode, T, scale):
 )
 def test_rows_of_all_sizes(device, mode, case):
     case = dataclasses.replace(case, scale=2.0**-9)
-    check(case, with_rows_of_all_sizes(case, device), MODES[mode])
+    check(case, with_rows_of_all_sizes(case, device), MODES.get(mode, {}))
 
 
 @of_modes(*MODES)
@@ -114,7 +101,7 @@ def test_reset(device, mode, token):
     inputs = with_rows_of_all_sizes(case, device)
     inputs["g"][:, token] = -torch.inf
     expected = reference_of(inputs)
-    with forward_mode(**MODES[mode]):
+    with forward_mode(**MODES.get(mode, {})):
         o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
     check_state(final_state, expected.final_state)
     assert row_errors(o[:, token:], expected.o[:, token:], (0, 1)) < 2 * BARS[FP16]
@@ -124,7 +111,7 @@ def test_reset(device, mode, token):
 def test_wide_keys(device, mode):
     case = dataclasses.replace(CASE, T=200, H_v=1, K=200, scale=2.0**-9)
     inputs = with_rows_of_all_sizes(case, device)
-    check(case, inputs, MODES[mode] | ({"value_tile": 128} if MODES[mode] else {}))
+    check(case, inputs, MODES.get(mode, {}) | ({"value_tile": 128} if MODES.get(mode, {}) else {}))
 
 
 @of_modes("fused", "narrow", "cut", "fused_segments")
@@ -140,7 +127,7 @@ def test_prefill(device, mode, dtype):
     kept = torch.full((4, *pool.shape[1:]), float("nan"), dtype=dtype, device=device)
     before = pool[slots.long()].clone()
     expected = reference_of(inputs | {"initial_state": before, "state_v_first": True})
-    with forward_mode(**MODES[mode]):
+    with forward_mode(**MODES.get(mode, {})):
         o = flash_qla.prefill_gated_delta_rule(
             **inputs, state_pool=pool, state_indices=slots, checkpoint_every=64, checkpoints=kept
         )

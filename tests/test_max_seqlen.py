@@ -44,22 +44,6 @@ def test_wrong_numbers_are_no_errors(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", NUMBERS)
-def test_prefill(number):
-    inputs = make_inputs(Case(lengths=(100, 3000, 0, 65, 640), H_k=2, H_v=8, state_v_first=True), "cuda")
-    del inputs["state_v_first"], inputs["auto_cp"]
-    pools = [inputs["initial_state"].clone() for _ in range(2)]
-    del inputs["initial_state"]
-    slots = torch.arange(5, device="cuda")
-    o, expected = (
-        flash_qla.prefill_gated_delta_rule(**inputs, state_pool=pool, state_indices=slots, max_seqlen=max_seqlen)
-        for pool, max_seqlen in zip(pools, (number, None), strict=True)
-    )
-    torch.testing.assert_close(o, expected, rtol=0, atol=0.02)
-    torch.testing.assert_close(*pools, rtol=0, atol=0.02)
-
-
-@pytest.mark.gpu
 def test_a_call_is_launched_for_it():
     """Its bits are those of the modes that the dispatch says for this length. Without it the modes are others."""
     case = Case(lengths=(320, 64, 64, 64), H_k=1, H_v=2, gate="logsigmoid")

@@ -8,14 +8,12 @@ import sys
 import types
 from types import SimpleNamespace
 
-import accuracy
 import convolution
 import pytest
 import reference
 import torch
 import torch.nn.functional as F
 from accuracy import relative_error
-from cases import GRADIENT_OF, Case, cumulative_gates, make_gradients, make_inputs, reference_gradients, reference_of
 from engines import with_another_default
 
 from flash_qla.integrations import fla, megatron
@@ -23,7 +21,6 @@ from flash_qla.integrations import fla, megatron
 PACKAGE = "megatron.core.ssm.gated_delta_net"
 HIDDEN, H_K, H_V, K, V, W = 32, 2, 4, 16, 24, 4
 SECTIONS = (H_K * K, H_K * K, H_V * V, H_V, H_V)  # q, k, v, beta, alpha
-TENSORS = ("q", "k", "v", "beta", "g")
 CU_SEQLENS = torch.tensor([0, 70, 71, 71, 100], dtype=torch.int32)
 
 
@@ -101,36 +98,6 @@ class Layer(torch.nn.Module):
 @pytest.fixture
 def with_convolution(monkeypatch):
     monkeypatch.setitem(sys.modules, "causal_conv1d", convolution.package())
-
-
-# The layer repeats the key heads itself. Its betas are in the dtype of its weights.
-HEADS = {"H_k": 4, "H_v": 4, "initial_state": None, "dht": None, "beta_dtype": torch.bfloat16}
-CASES = (Case(B=2, T=130, **HEADS), Case(lengths=(70, 1, 0, 65), **HEADS), Case(B=2, T=65, K=96, V=192, **HEADS))
-
-
-@pytest.mark.parametrize("deterministic", (False, True))
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_call(case, deterministic, device, modules):
-    """The call of Megatron's layer beside the naive recurrence, output and gradients, and the same bits again."""
-    megatron.use_flash_qla()
-    layer = Layer(modules, deterministic)
-    inputs, gradients = make_inputs(case, device), make_gradients(case, device)
-
-    def run():
-        q, k, v, beta, g = leaves = [inputs[name].detach().requires_grad_() for name in TENSORS]
-        o, state = layer.gated_delta_rule(
-            q, k, v, g=g, beta=beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-            cu_seqlens=inputs["cu_seqlens"],
-        )  # fmt: skip
-        assert state is None
-        return o, torch.autograd.grad(o, leaves, gradients["do"])
-
-    (o, found), (again, found_again) = run(), run()
-    accuracy.check("o", o, reference_of(inputs).o, dtype=case.dtype, case=case)
-    found = {GRADIENT_OF[name]: x for name, x in zip(TENSORS, found, strict=True)}
-    expected = reference_gradients(inputs, **gradients)
-    accuracy.check_gradients(found, expected, dtype=case.dtype, case=case, g_cumsum=cumulative_gates(inputs))
-    assert all(torch.equal(x, y) for x, y in zip((o, *found.values()), (again, *found_again), strict=True))
 
 
 def naive(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens):

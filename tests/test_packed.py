@@ -8,9 +8,7 @@ from cases import (
     ALL_INSIDE,
     GRADIENT_OF,
     Case,
-    backward_mode,
     equal,
-    forward_mode,
     make_gradients,
     make_inputs,
     on_meta,
@@ -19,7 +17,6 @@ from cases import (
     split_gradient,
 )
 from dispatched import Ran
-from torch.utils.flop_counter import FlopCounterMode
 
 import flash_qla
 
@@ -74,16 +71,6 @@ def test_autograd_in_python(device):
     assert ran.ops == ["chunk_gated_delta_rule_packed", "chunk_gated_delta_rule_packed_bwd"]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("segments", (0, 1, 2))
-def test_the_same_bits_in_every_mode(segments):
-    inputs, gradients = make_inputs(SMALL, "cuda"), make_gradients(SMALL, "cuda")
-    with forward_mode(segment_chunks=segments), backward_mode(segment_chunks=segments):
-        expected = results(flash_qla.chunk_gated_delta_rule, inputs, **gradients)
-        found = results(flash_qla.chunk_gated_delta_rule_packed, packed(inputs), **gradients)
-    assert_same(found, expected, inputs)
-
-
 def test_gradients_of_the_state_alone(device):
     """do is zeros then."""
     inputs = packed(make_inputs(SMALL, device))
@@ -133,15 +120,6 @@ def test_errors(change, message):
             torch.ops.flash_qla.chunk_gated_delta_rule_packed(**arguments)
 
 
-def test_opcheck(device):
-    inputs, gradients = make_inputs(SMALL, device), make_gradients(SMALL, device)
-    arguments = packed(inputs)
-    op = torch.ops.flash_qla.chunk_gated_delta_rule_packed.default
-    torch.library.opcheck(op, (), arguments | {"mixed_qkv": arguments["mixed_qkv"].requires_grad_()})
-    arguments["mixed_qkv"] = arguments["mixed_qkv"].detach()
-    torch.library.opcheck(torch.ops.flash_qla.chunk_gated_delta_rule_packed_bwd.default, (), arguments | gradients)
-
-
 def test_fake_gradient_of_channels_before_tokens(device):
     """Contiguous, as the op's, whatever the strides of mixed_qkv are."""
     arguments = packed(make_inputs(SMALL, device)) | make_gradients(SMALL, device)
@@ -149,29 +127,6 @@ def test_fake_gradient_of_channels_before_tokens(device):
     op = torch.ops.flash_qla.chunk_gated_delta_rule_packed_bwd
     found, fake = op(**arguments)[0], op(**on_meta(arguments))[0]
     assert found.is_contiguous() and (found.shape, found.stride()) == (fake.shape, fake.stride())
-
-
-def test_compiled(device):
-    """One graph, forward and backward, with the same bits."""
-    inputs, gradients = make_inputs(SMALL, device), make_gradients(SMALL, device)
-    function = torch.compile(flash_qla.chunk_gated_delta_rule_packed, fullgraph=True, backend="aot_eager")
-    expected = results(flash_qla.chunk_gated_delta_rule_packed, packed(inputs), **gradients)
-    assert equal(results(function, packed(inputs), **gradients), expected)
-
-
-def test_flops(device):
-    """Those of the op on q, k and v."""
-    inputs, counts = make_inputs(SMALL, device), []
-    for function, arguments in (
-        (flash_qla.chunk_gated_delta_rule, inputs),
-        (flash_qla.chunk_gated_delta_rule_packed, packed(inputs)),
-    ):
-        arguments = {name: x.requires_grad_() if name in ("q", "mixed_qkv") else x for name, x in arguments.items()}
-        with FlopCounterMode(display=False) as counter:
-            flash_qla_o, _ = function(**arguments)
-            flash_qla_o.sum().backward()
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 0
 
 
 def test_slices_of_a_layer():

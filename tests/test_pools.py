@@ -1,24 +1,16 @@
 """Pools of states: strides, views, lazy clones, and rows without tokens that name another's slot."""
 
 import pytest
-import test_decode
 import test_prefill
 import torch
 from cases import Case
-from every_op import make_call, op_of
+from every_op import WITH_POOL, make_call, op_of
 from subprocesses import run_python
-from test_prefill import check_pool, copied, of_modes
 
 import flash_qla
 
 pytestmark = pytest.mark.usefixtures("errors_change_nothing")
 
-POOLED = (
-    "prefill_gated_delta_rule",
-    "decode_gated_delta_rule",
-    "decode_gated_delta_rule_packed",
-    "decode_gated_delta_rule_buffered",
-)
 STATES = ("state_pool", "checkpoints", "intermediate_states", "d_cache", "k_cache", "g_cache")
 
 
@@ -30,60 +22,7 @@ def run(name: str, arguments: dict) -> torch.Tensor:
     return op_of(name)(**arguments)
 
 
-@of_modes(*test_prefill.MODES)
-@pytest.mark.parametrize("order", ((0, 1, 2), (2, 1, 0), (1, 0, 2)), ids=str)
-def test_prefill_of_padding_rows(device, mode, order):
-    """A sequence without tokens leaves the slot alone that its row names, whoever writes it."""
-    lengths = [(200, 0, 0)[i] for i in order]
-    case = Case(**test_prefill.SIZES, lengths=tuple(lengths))
-    arguments = test_prefill.make_arguments(case, device=device)
-    slot = 5
-    arguments["state_indices"][:] = slot
-    arguments["state_indices"][order.index(2)] = 7
-    alone = arguments | {
-        "cu_seqlens": torch.tensor([0, 200], dtype=torch.int32).to(device),
-        "state_indices": torch.tensor([slot], dtype=torch.int32).to(device),
-        "state_pool": copied(arguments["state_pool"]),
-    }
-    before = copied(arguments["state_pool"])
-    with test_prefill.in_mode(device, mode):
-        for _ in range(3):
-            pool = copied(before)
-            o = flash_qla.prefill_gated_delta_rule(**arguments | {"state_pool": pool})
-            expected_pool = copied(before)
-            expected = flash_qla.prefill_gated_delta_rule(**alone | {"state_pool": expected_pool})
-            assert torch.equal(o, expected)
-            check_pool(pool, before, {slot: expected_pool[slot]})
-
-
-@of_modes(*test_prefill.MODES)
-def test_prefill_of_a_new_request_without_tokens(device, mode):
-    """It starts from zero, and so its slot becomes zero."""
-    arguments = test_prefill.make_arguments(Case(**test_prefill.SIZES, lengths=(70, 0, 0)), device=device)
-    arguments["state_indices"][:] = torch.tensor([5, 2, 7])
-    arguments["has_initial_state"] = torch.tensor([True, False, True]).to(device)
-    pool = arguments["state_pool"]
-    before = copied(pool)
-    with test_prefill.in_mode(device, mode):
-        flash_qla.prefill_gated_delta_rule(**arguments)
-    assert not torch.equal(pool[5], before[5])
-    check_pool(pool, before, {5: pool[5].clone(), 2: torch.zeros_like(pool[2])})
-
-
-@pytest.mark.parametrize("order", ((3, 0, 0), (0, 3, 0), (0, 0, 3)), ids=str)
-def test_decoding_of_padding_rows(device, order):
-    case = test_decode.for_device(test_decode.Case(lengths=order), device)
-    inputs = test_decode.make_inputs(case, device)
-    inputs["state_indices"][:] = 5
-    before = inputs["state_pool"].clone()
-    o = flash_qla.decode_gated_delta_rule(**inputs)
-    alone = inputs | {"state_pool": before.clone(), "state_indices": inputs["state_indices"][:1]}
-    alone["cu_seqlens"] = torch.tensor([0, 3], dtype=torch.int32).to(device)
-    expected = flash_qla.decode_gated_delta_rule(**alone)
-    assert torch.equal(o, expected) and torch.equal(inputs["state_pool"], alone["state_pool"])
-
-
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", WITH_POOL)
 @pytest.mark.parametrize("states", STATES)
 def test_states_that_overlap(device, name, states):
     arguments = arguments_of(name, device)
@@ -104,7 +43,7 @@ def test_states_that_overlap(device, name, states):
             run(name, arguments | {states: overlapping})
 
 
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", WITH_POOL)
 def test_strides_of_dimensions_of_size_1(device, name):
     """Any stride does there: the pool is contiguous."""
     for heads in ({"H_k": 1, "H_v": 1}, {}):
@@ -129,7 +68,7 @@ def test_strides_of_dimensions_of_size_1(device, name):
     assert small[5].any() and not small[:5].any() and not small[6:].any()
 
 
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", WITH_POOL)
 def test_stride_of_a_single_slot(device, name):
     """No element has it: neither a multiple of 16 bytes nor the size of a state is asked for."""
     arguments = arguments_of(name, device)
@@ -142,7 +81,7 @@ def test_stride_of_a_single_slot(device, name):
     assert all(torch.equal(strided[x], y) for x, y in expected.items())
 
 
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", WITH_POOL)
 def test_lazy_clones(device, name):
     """Written like any tensor: what they were cloned from stays as it is."""
     arguments = arguments_of(name, device)

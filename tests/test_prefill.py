@@ -143,30 +143,6 @@ def check_by_hand(arguments: dict, device: str) -> None:
     check_pool(arguments["state_pool"], before, states)
 
 
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        (Case(**SIZES, **LENGTHS), {}),
-        (Case(**SIZES, B=2, T=70), {"index_dtype": torch.int64, "gap": 11}),
-        (Case(**SIZES | {"dtype": BF16}, **LENGTHS, **RAW), {"pool_dtype": BF16}),
-        (Case(**SIZES | {"dtype": FP16}, **LENGTHS, **ALL_INSIDE, g_dtype=FP16, beta_dtype=BF16), {"gap": 64}),
-        (Case(**SIZES | {"dtype": FP64}, **LENGTHS, H_v=6, scale=0.7), {"pool_dtype": FP64}),
-        (Case(**SIZES | {"dtype": BF16, "K": 96, "V": 192}, **LENGTHS), {"pool_dtype": FP16, "gap": 8}),
-        (Case(**SIZES | {"dtype": BF16, "K": 96, "V": 72}, **LENGTHS), {"pool_dtype": E4M3, "gap": 16}),
-        (Case(**SIZES | {"dtype": FP64}, **LENGTHS), {"pool_dtype": E5M2, "gap": 3}),
-        (Case(**SIZES, lengths=(), padding=3), {}),
-        (Case(**SIZES, lengths=(0, 0), padding=3), {}),
-        (Case(**SIZES, B=2, T=0), {}),
-    ],
-    ids=str,
-)
-def test_as_gather_and_scatter(device, case, options):
-    arguments = make_arguments(case, **options, device=device)
-    is_free = device == "cpu" or can_fuse(arguments["state_pool"].dtype)
-    with contextlib.nullcontext() if is_free else forward_mode(fused=0):
-        check_by_hand(arguments, device)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pool_dtype", (FP32, BF16, FP16, E4M3, E5M2), ids=str)

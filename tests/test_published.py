@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Case, make_gradients, make_inputs
 from published_ranks import assert_near, low_level_on_ranks, published_context_on_ranks, without_the_cache
-from ranks import run_on_ranks
+from ranks import of_two_gpus, run_on_ranks
 
 import flash_qla
 from flash_qla.cp.published import CPCache
@@ -189,37 +189,25 @@ CASES = (
 )
 
 
-def test_low_level_over_ranks():
+GPU_CASES = (
+    Case(lengths=(1500, 548), gate="logsigmoid"),
+    Case(lengths=(2048,), gate="logsigmoid", dtype=torch.float16, state_v_first=True, **GATES_INSIDE),
+)
+on_both = pytest.mark.parametrize(("device", "cases"), [("cpu", CASES), of_two_gpus(GPU_CASES)], ids=("cpu", "cuda"))
+
+
+@on_both
+def test_low_level_over_ranks(device, cases):
     """g, A, o, h, the states and all gradients are those of the whole sequences."""
-    assert run_on_ranks(2, low_level_on_ranks, CASES) == [len(CASES)] * 2
+    assert run_on_ranks(2, low_level_on_ranks, cases, device, device=device) == [len(cases)] * 2
 
 
-def test_published_context_over_ranks():
+@on_both
+def test_published_context_over_ranks(device, cases):
     """High level, with autograd, as with flash_qla's own context."""
-    assert run_on_ranks(2, published_context_on_ranks, CASES[0]) == [None] * 2
+    assert run_on_ranks(2, published_context_on_ranks, cases[0], device, device=device) == [None] * 2
 
 
 def test_missing_cache_on_ranks():
     for error in run_on_ranks(2, without_the_cache, CASES[0]):
         assert "cp_cache is of type NoneType, expected the last result of chunk_gated_delta_rule_fwd" in error
-
-
-# Two GPUs
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-GPU_CASES = (
-    Case(lengths=(1500, 548), gate="logsigmoid"),
-    Case(lengths=(2048,), gate="logsigmoid", dtype=torch.float16, state_v_first=True, **GATES_INSIDE),
-)
-
-
-@pytest.mark.gpu
-@two_gpus
-def test_two_gpus_low_level():
-    assert run_on_ranks(2, low_level_on_ranks, GPU_CASES, "cuda", backend="nccl") == [len(GPU_CASES)] * 2
-
-
-@pytest.mark.gpu
-@two_gpus
-def test_two_gpus_published_context():
-    assert run_on_ranks(2, published_context_on_ranks, GPU_CASES[0], "cuda", backend="nccl") == [None] * 2

@@ -15,7 +15,6 @@ from cases import (
     expected_outputs,
     make_gradients,
     make_inputs,
-    parametrize,
     reference_gradients,
     reference_of,
     run_autograd,
@@ -50,28 +49,30 @@ def with_resets(case: Case, device: str, resets=RESETS) -> tuple[dict, dict, dic
     return inputs, cut(inputs, resets), make_gradients(case, device)
 
 
-@parametrize(
+ON_BOTH = (
     Case(**SMALL | {"K": 128, "V": 128}),
     Case(**SMALL | {"K": 128, "V": 128}, dtype=FP16, gate="logsigmoid", state_v_first=True),
     Case(**SMALL | {"K": 128, "V": 128}, gate="logsigmoid", **RAW, **L2NORM, g_dtype=BF16, beta_dtype=BF16),
     Case(**SMALL | {"T": 1000, "K": 128, "V": 128}, gate="zero"),
 )
-def test_as_if_cut(device, case):
-    check_as_if_cut(case, device)
-
-
-@parametrize(
+ON_THE_CPU = (
     Case(**SMALL, dtype=FP32, gate="logsigmoid"),
     Case(**SMALL, dtype=FP32, gate="zero", beta="two"),
     Case(**SMALL, dtype=FP32, gate="logsigmoid", **RAW),
     Case(**SMALL, **ALL_FP64, gate="logsigmoid"),
     Case(**SMALL, **ALL_FP64, gate="logsigmoid", **RAW, **L2NORM),
 )
-def test_as_if_cut_in_fp32_and_fp64(case):
-    check_as_if_cut(case, "cpu")
 
 
-def check_as_if_cut(case: Case, device: str):
+@pytest.mark.parametrize(
+    ("device", "case"),
+    [
+        *(("cpu", case) for case in (*ON_BOTH, *ON_THE_CPU)),
+        *(pytest.param("cuda", case, marks=pytest.mark.gpu) for case in ON_BOTH),
+    ],
+    ids=str,
+)
+def test_as_if_cut(device, case):
     """Every output and gradient, against the recurrence of the sequences cut at the resets, which never sees one."""
     inputs, pieces, gradients = with_resets(case, device)
     wanted = reference_of(pieces)
@@ -130,44 +131,6 @@ def test_beta_of_zero(device, gate):
     case = Case(T=130, H_k=1, H_v=2, gate=gate, beta="0")
     check_forward(case, device)
     check_backward(case, device)
-
-
-def test_keys_of_zero_with_the_l2norm(device):
-    """Not 0 / 0; nothing is written, and the gradient is that of x / sqrt(1e-6)."""
-    case = Case(T=130, H_k=1, H_v=2, gate="logsigmoid", keys="zero", use_qk_l2norm_in_kernel=True)
-    check_forward(case, device)
-    check_backward(case, device)
-
-
-@pytest.mark.parametrize("dtype", (FP32, FP64), ids=str)
-def test_pools(dtype):
-    """The prefill with its checkpoints, and the decoding of some tokens at once, against the recurrence."""
-    case = Case(
-        B=2, T=200, H_k=1, H_v=2, K=8, V=12, dtype=dtype, gate="hard_resets", state_v_first=True, **RAW, **L2NORM
-    )
-    case = dataclasses.replace(case, initial_state=dtype, g_dtype=dtype)
-    inputs = make_inputs(case, "cpu")
-    assert inputs["g"].isposinf().any()
-    pool, kept = inputs["initial_state"].clone(), torch.full((6, 2, 12, 8), torch.nan, dtype=dtype)
-    arguments = {name: x for name, x in inputs.items() if name not in ("initial_state", "state_v_first", "auto_cp")}
-    o = flash_qla.prefill_gated_delta_rule(
-        **arguments, state_pool=pool, state_indices=torch.arange(2), checkpoint_every=64, checkpoints=kept
-    )
-    expected = reference_of(inputs)
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == FP32 else {"rtol": 1e-10, "atol": 1e-12}
-    for x, wanted in ((o, expected.o), (pool, expected.final_state), (kept, expected.h[:, 1:].flatten(0, 1))):
-        torch.testing.assert_close(x.double(), wanted, **tolerance)
-
-    pool = inputs["initial_state"].clone()
-    tokens = {name: inputs[name][:, :8] for name in ("q", "k", "v", "g", "beta")}
-    tokens["g"][1, 5] = torch.inf
-    q, k, v, g, beta = tokens.values()
-    o = flash_qla.decode_gated_delta_rule(
-        q, k, v, g, beta, inputs["A_log"], inputs["dt_bias"], pool, torch.arange(2), use_qk_l2norm_in_kernel=True
-    )
-    expected = reference_of(inputs | tokens | {"allow_neg_eigval": False})
-    torch.testing.assert_close(o.double(), expected.o, **tolerance)
-    torch.testing.assert_close(pool.double(), expected.final_state, **tolerance)
 
 
 EDGES = (-torch.inf, -1e30, -5000.0, -100.0, 0.0, 100.0, 5000.0, 1e30, torch.inf)

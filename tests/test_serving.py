@@ -1,19 +1,14 @@
-"""The calls of serving engines: states of any floating dtype in, final states in the dtype asked for, many short packed
-sequences, states gathered from a pool and scattered back."""
+"""The calls of serving engines: states of any floating dtype in, final states in the dtype asked for, and no memory."""
 
 import contextlib
-import random
 import re
 
-import accuracy
 import pytest
 import torch
 from cases import (
     GRADIENT_OF,
     Case,
-    compute_dtype,
     equal,
-    expected_outputs,
     forward_mode,
     make_arguments,
     make_gradients,
@@ -62,17 +57,6 @@ def test_final_state_is_the_usual_one_rounded(device, case):
             assert x.dtype == wanted.dtype and x.is_contiguous() and torch.equal(x, wanted), (name, dtype)
 
 
-@pytest.mark.parametrize("dtype", (None, *DTYPES), ids=str)
-def test_dtypes_of_the_cpu(dtype):
-    """float64 inputs compute in float64, and may give a state of less."""
-    inputs = make_inputs(Case(T=70, K=16, V=8, dtype=FP64, g_dtype=FP64, initial_state=FP64), "cpu")
-    expected = final_states(inputs)
-    assert expected["state"].dtype == FP64
-    actual = final_states(inputs, state_dtype=dtype)
-    assert torch.equal(actual["state"], expected["state"].to(dtype or FP64))
-    assert torch.equal(actual["o"], expected["o"])
-
-
 def test_passing_the_state_through_keeps_its_bits(device):
     """A sequence without tokens: from bfloat16 over float32 to bfloat16 nothing is lost."""
     inputs = make_inputs(Case(lengths=(0, 70, 0), initial_state=BF16, state_v_first=True), device)
@@ -99,14 +83,6 @@ def test_real_fake_and_meta_states_are_alike(device, op, asked):
         )[-1]
         for x in (fake, meta):
             assert (x.shape, x.stride(), x.dtype) == (real.shape, real.stride(), real.dtype)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_opcheck(device, op):
-    inputs = make_inputs(Case(lengths=(65, 3)), device)
-    for name in (*INPUTS, "initial_state"):
-        inputs[name].requires_grad_()
-    torch.library.opcheck(getattr(ops, op).default, (), {**inputs, "output_final_state": True, "state_dtype": BF16})
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -185,54 +161,6 @@ def test_autocast_leaves_the_state_dtype_alone(device):
     with torch.autocast(device, dtype=FP16):
         o, state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True, state_dtype=BF16)
     assert o.dtype == FP16 and state.dtype == BF16
-
-
-# The calling pattern
-
-SHORT = tuple(random.Random(1).choices(range(1, 30), k=48))
-
-
-@pytest.mark.parametrize("pool_dtype", (FP32, BF16), ids=str)
-def test_many_short_sequences_from_a_pool(device, pool_dtype):
-    """One call on states gathered by slot, against the recurrence; the other slots keep their bits."""
-    case = Case(lengths=SHORT, H_k=2, H_v=4, state_v_first=True, initial_state=pool_dtype)
-    inputs = make_inputs(case, device)
-    slots = torch.randperm(64, generator=torch.Generator().manual_seed(0))[: len(SHORT)].to(device)
-    pool = torch.full((64, 4, 128, 128), float("nan"), device=device, dtype=pool_dtype)
-    pool[slots] = inputs["initial_state"]
-    before = pool.clone()
-    inputs["initial_state"] = pool[slots]
-    expected = expected_outputs(inputs)
-
-    with poisoned(device):
-        o, states = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True, state_dtype=pool.dtype)
-    pool[slots] = states
-    accuracy.check("o", o, expected["o"], dtype=case.dtype, case=case)
-    accuracy.check("final_state", pool[slots], expected["final_state"], dtype=case.dtype, case=case)
-    others = torch.ones(64, dtype=torch.bool, device=device)
-    others[slots] = False
-    assert torch.equal(pool[others].isnan(), before[others].isnan())
-    assert compute_dtype(case) == run_forward(inputs)[4].dtype  # without the argument
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("pool_dtype", (FP32, BF16), ids=str)
-def test_a_step_does_not_synchronize(pool_dtype):
-    inputs = make_inputs(Case(lengths=SHORT, state_v_first=True), "cuda")
-    pool = torch.zeros(64, *inputs["initial_state"].shape[1:], device="cuda", dtype=pool_dtype)
-    slots = torch.arange(len(SHORT), device="cuda")
-    is_new = (slots % 2 == 1)[:, None, None, None]
-
-    def step():
-        inputs["initial_state"] = pool[slots].masked_fill_(is_new, 0)
-        _, pool[slots] = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True, state_dtype=pool.dtype)
-
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # Running out of memory: callers that look for a batch that fits, and engines, go on

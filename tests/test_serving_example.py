@@ -136,15 +136,6 @@ def test_prefix_caching(model, texts):
     assert len(engine.pool.prefixes) == 5
 
 
-def test_a_prefix_counts(model):
-    """A wrong checkpoint is one that the text shows."""
-    engine = make_engine(model, prefixes=8)
-    before = serve(engine, requests(1))
-    for _, slot in engine.pool.prefixes.values():
-        engine.pool.states[slot] *= 1.5
-    assert serve(engine, requests(1)) != before
-
-
 @pytest.mark.parametrize("prefixes", (1, 2, 3))
 def test_prefixes_are_forgotten(model, texts, prefixes):
     """There is room for fewer than the five blocks that there are: those not used for longest go."""
@@ -153,16 +144,6 @@ def test_prefixes_are_forgotten(model, texts, prefixes):
         assert serve(engine, requests()) == texts
     assert 0 < len(engine.pool.prefixes) < 5
     assert engine.counts["cached"] > 0
-
-
-def test_prefixes_used_for_longest_ago_are_forgotten(model):
-    engine = make_engine(model, batch=1, prefixes=5, drafts=0)
-    first, second, third = (serving.Request([i] * 129, 1) for i in range(3))
-    for request in (first, second, serving.Request(first.prompt, 1), third):
-        serve(engine, [request])
-    assert [len(prefix) for prefix in engine.pool.prefixes if prefix[0] == 0] == [128, 64]
-    assert [len(prefix) for prefix in engine.pool.prefixes if prefix[0] == 1] == [64]
-    assert [len(prefix) for prefix in engine.pool.prefixes if prefix[0] == 2] == [128, 64]
 
 
 def test_prompts_over_the_budget(model, texts):
@@ -187,18 +168,6 @@ def test_speculative_decoding(model, texts, drafts, mistake):
     assert engine.counts["accepted"] == 11 - steps
     assert engine.counts["drafted"] == sum(min(drafts, 10 - i * step) for i in range(steps))
     assert serve(engine, requests()) == texts
-
-
-def test_drafts_of_several_lengths(model, texts):
-    """Some requests of a step have drafts, others have no drafts."""
-    right, wrong = oracle(texts), oracle(texts, 2)
-
-    def drafter(tokens, count):
-        return right(tokens, min(count, len(tokens) % 3)) if len(tokens) % 2 else wrong(tokens, count)
-
-    engine = make_engine(model, drafts=4, drafter=drafter)
-    assert serve(engine, requests()) == texts
-    assert 0 < engine.counts["accepted"] < engine.counts["drafted"]
 
 
 def test_look_up():
@@ -271,17 +240,6 @@ def test_what_does_not_fit(model):
             make_engine(model, **options)
 
 
-def test_ties(model):
-    """Rounding excuses the best token and those near it, but not any token."""
-    rounded = serving.copy.deepcopy(model).to(torch.bfloat16)
-    exact = serving.copy.deepcopy(rounded).float()
-    request = serving.Request([1, 2, 3], 4)
-    request.text = serving.generate(exact, request)
-    assert serving.is_tied(rounded, exact, request)
-    request.text[-1] = (request.text[-1] + 1) % 256
-    assert not serving.is_tied(rounded, exact, request)
-
-
 @pytest.fixture
 def short_program(monkeypatch, model):
     """main() on the small model as it is, with few requests."""
@@ -302,13 +260,6 @@ def test_the_program(short_program, capsys):
         "with speculative decoding, too",
     ]
     assert lines[-1] == "all texts are those of generate(), 0 of them up to ties"
-
-
-def test_the_program_notices_another_text(short_program, monkeypatch):
-    generate = serving.generate
-    monkeypatch.setattr(serving, "generate", lambda *arguments: [*generate(*arguments)[:-1], 0])
-    with pytest.raises(SystemExit, match="FAILED: 24 texts are not those of generate"):
-        serving.main()
 
 
 @pytest.mark.gpu

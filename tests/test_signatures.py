@@ -139,12 +139,6 @@ def test_a_new_release_is_noticed(package, name, change):
         assert noticed is not None
 
 
-@every_function
-def test_a_function_that_is_gone_is_noticed(package, name):
-    noticed = differences(package, name, {"releases": ["next"], "signatures": {name: None}})
-    assert (noticed is None) == (package in ENGINES and None in replacing(package, name))
-
-
 def test_parameters_of():
     source = """
 def f(a, b=1, *args, c, d=x.y, **kwargs): ...

@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -85,36 +84,3 @@ def test_a_long_sequence_over_two_gpus(tmp_path):
     """The example itself compares the curves, with a margin for what bf16 does."""
     ours, *_ = over_ranks(tmp_path, 2, "--device=cuda", "--length=131072")
     assert ours[-1] < ours[0]
-
-
-@pytest.mark.parametrize(("steps", "names"), ((29, []), (30, ["flash_qla", "torch", "torch, perturbed"])))
-def test_what_has_not_learned(steps, names, monkeypatch):
-    monkeypatch.syspath_prepend(TRAIN.parent)
-    runs = {
-        name: {"losses": [3.0] * steps, "final_loss": loss, "seconds_per_step": 0.1}
-        for name, loss in (("flash_qla", float("nan")), ("torch", 3.0), ("torch, perturbed", 3.0))
-    }
-    failures = runpy.run_path(str(TRAIN))["summarize"](runs, [2.7, 1.8])
-    assert [failure.partition(" has not learned the text")[0] for failure in failures] == names
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", ("examples/train.py", "examples/transformers_model.py", "tests/test_gdr.py"))
-def test_no_gpu_is_said_in_one_line(script, monkeypatch, capsys):
-    path = TRAIN.parent.parent / script
-    monkeypatch.syspath_prepend(path.parent)
-    monkeypatch.setattr(sys, "argv", [str(path), "--device=cuda", *(["--set=develop"] if "gdr" in script else [])])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(path), run_name="__main__")
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith("error: --device cuda: torch sees no CUDA device")
-
-
-def test_figure(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    runs = {name: {"losses": [3.0, 2.0, 1.0]} for name in ("flash_qla", "torch", "torch, perturbed")}
-    file = tmp_path / "train.json"
-    file.write_text(json.dumps({"runs": runs, "entropy": [2.7, 1.8], "description": "three steps"}))
-    result = run(TRAIN, "--plot", file)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "train.png").stat().st_size > 10_000

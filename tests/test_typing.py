@@ -55,11 +55,6 @@ def check(*command: str | Path, folder: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_names_in_documents_are_found():
-    expected = {"flash_qla.ops.gated_delta_rule", "flash_qla.cp.exchange_halo", "flash_qla._C.forward_dispatch"}
-    assert expected <= set(documented_names())
-
-
 def test_overloads_are_the_function():
     """But for the argument that they are about, and for how it can be given."""
     tree = ast.parse((PACKAGE / "gated_delta_rule.py").read_text())
