@@ -12,6 +12,8 @@ namespace flash_qla {
 
 namespace {
 
+static_assert(kFusedTile == kWideTile);
+
 constexpr int64_t kMostHeadsPerCta = 4;  // one for each warp of chunk_matrices
 
 // While chunk_plan runs, the first CTAs of chunk_matrices find their chunks by themselves (plan/plan.cuh). With more

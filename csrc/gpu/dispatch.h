@@ -9,7 +9,6 @@
 #include <variant>
 
 #include "gpu/shape.h"
-#include "layout.h"
 
 namespace flash_qla {
 
@@ -34,9 +33,11 @@ inline int64_t segment_chunks_of(const auto& path) { return path.segment_chunks;
 inline int64_t segment_chunks_of(const ForwardPath& path) {
   return std::visit([](const auto& found) { return segment_chunks_of(found); }, path);
 }
+
+inline constexpr int64_t kFusedTile = 128;  // value rows per CTA of fused_forward; _C lacks layout.h, which has it too
 inline bool is_fused(const ForwardPath& path) { return !std::holds_alternative<TwoKernels>(path); }
 inline int64_t value_tile_of(const ForwardPath& path) {
-  return is_fused(path) ? kWideTile : std::get<TwoKernels>(path).value_tile;
+  return is_fused(path) ? kFusedTile : std::get<TwoKernels>(path).value_tile;
 }
 
 // The decisions of both directions.
