@@ -43,10 +43,10 @@ struct Arguments {
   std::optional<Tensor> dt_bias;          // [H_v]; only with use_gate
   bool use_beta_sigmoid = false;          // beta = sigmoid(beta_raw)
   bool allow_neg_eigval = false;          // beta = 2 sigmoid(beta_raw)
-  // Only for a half of a pass (halves.h):
-  bool in_halves = false;
-  std::vector<int64_t> map_sequences;  // the first half gives their maps
-  std::optional<Tensor> workspace;     // [bytes], from the first half; written by the parts after it
+  // Only for a pass over ranks (ranks.h):
+  bool over_ranks = false;
+  std::vector<int64_t> map_sequences;  // begin returns their maps
+  std::optional<Tensor> workspace;     // [bytes], of begin; the ops after it write it
 };
 
 // The further arguments of the backward. The gates come as g_raw, or as g_cumsum, which saves their sum. With use_gate

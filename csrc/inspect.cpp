@@ -47,7 +47,7 @@ void set(Direction& shape, std::string_view name, int64_t value) {
   }
 }
 
-// Asks `ask` for a shape in halves.
+// Asks `ask` for a shape over ranks.
 template <typename Direction, typename Record>
 int64_t workspace_bytes(const char* (*ask)(const Direction*, Record*) noexcept, int64_t count, const char* const* names,
                         const int64_t* values) noexcept {
@@ -57,7 +57,7 @@ int64_t workspace_bytes(const char* (*ask)(const Direction*, Record*) noexcept, 
     for (int64_t i = 0; i < count; ++i) {
       set(shape, names[i], values[i]);
     }
-    shape.in_halves = true;
+    shape.over_ranks = true;
   });
   return error == nullptr && ask(&shape, &found) == nullptr ? found.workspace_bytes : -1;
 }

@@ -60,7 +60,7 @@ int64_t flash_qla_most_key_dim() noexcept;
 // The SMs of the GPU `device`, and its other figures (gpu/card.h). -1: this machine has no such GPU.
 int64_t flash_qla_card(int64_t device, int64_t* sm_mhz, int64_t* memory_gb_s) noexcept;
 
-// Bytes of a GPU's workspace between the halves of a pass (halves.h). The shape (gpu/shape.h) has `count` fields by
+// Bytes of a GPU's workspace between begin and finish (ranks.h). The shape (gpu/shape.h) has `count` fields by
 // name, and defaults for the others. -1: the shape has no such field, or no call has this shape.
 int64_t flash_qla_forward_workspace_bytes(int64_t count, const char* const* names, const int64_t* values) noexcept;
 int64_t flash_qla_backward_workspace_bytes(int64_t count, const char* const* names, const int64_t* values) noexcept;

@@ -13,10 +13,10 @@
 #include "checks.h"
 #include "contents.h"
 #include "decode.h"
-#include "halves.h"
 #include "overlap.h"
 #include "passes.h"
 #include "prefill.h"
+#include "ranks.h"
 #include "schema.h"
 #include "tensors.h"
 
@@ -283,8 +283,8 @@ void chunk_gated_delta_rule_packed_bwd(const Stack<kChunkGatedDeltaRulePackedBwd
              std::move(out.ddt_bias));
 }
 
-// The halves of halves.h, for context parallelism over ranks (flash_qla/cp/). Arguments are those of the whole
-// passes. The tensors that finish writes are the workspace and outputs, which begin allocates.
+// begin, replay and finish (ranks.h), for context parallelism over ranks (flash_qla/cp/). Arguments are those of the
+// whole passes. The tensors that finish writes are the workspace and outputs, which begin allocates.
 constexpr char kGatedDeltaRuleForwardBegin[] =
     "gated_delta_rule_forward_begin(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, int[] map_sequences, "
     "float? scale=None, Tensor? initial_state=None, bool use_qk_l2norm_in_kernel=False, Tensor? cu_seqlens=None, bool "
@@ -295,7 +295,7 @@ constexpr char kGatedDeltaRuleForwardBegin[] =
 template <auto Begin>
 void gated_delta_rule_forward_begin(const Stack<kGatedDeltaRuleForwardBegin>& stack) {
   Arguments a;
-  a.in_halves = true;
+  a.over_ranks = true;
   stack.take(a);
   const Call call = make_call(stack.kOp, std::move(a));
   ForwardOutputs out = allocate_forward(call);
@@ -315,7 +315,7 @@ template <auto Finish>
 void gated_delta_rule_forward_finish(const Stack<kGatedDeltaRuleForwardFinish>& stack) {
   Arguments a;
   ForwardOutputs out;
-  a.in_halves = true;
+  a.over_ranks = true;
   stack.take(a, out);
   const Call call = make_call(stack.kOp, std::move(a));
   check_begun(call, out);
@@ -336,7 +336,7 @@ constexpr char kGatedDeltaRuleBackwardBegin[] =
 template <auto Begin>
 void gated_delta_rule_backward_begin(const Stack<kGatedDeltaRuleBackwardBegin>& stack) {
   BackwardArguments a;
-  a.in_halves = true;
+  a.over_ranks = true;
   const BackwardCall call = take_backward(stack, a);
   BackwardOutputs out = allocate_backward(call);
   Begun begun = Begin(call, out);
@@ -355,7 +355,7 @@ constexpr char kGatedDeltaRuleBackwardReplay[] =
 template <auto Replay>
 void gated_delta_rule_backward_replay(const Stack<kGatedDeltaRuleBackwardReplay>& stack) {
   BackwardArguments a;
-  a.in_halves = true;
+  a.over_ranks = true;
   const BackwardCall call = take_backward(stack, a);
   check_workspace(call);
   Replay(call);
@@ -375,7 +375,7 @@ template <auto Finish>
 void gated_delta_rule_backward_finish(const Stack<kGatedDeltaRuleBackwardFinish>& stack) {
   BackwardArguments a;
   BackwardOutputs out;
-  a.in_halves = true;
+  a.over_ranks = true;
   const BackwardCall call = take_backward(stack, a, out);
   check_begun(call, out);
   allocate_sums(call, out);

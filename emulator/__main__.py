@@ -29,7 +29,7 @@ KERNELS = {
     "segment_memory": ("forward", FUSED_SEGMENTS, {}),
     "segment_maps": ("forward", SEGMENTS, {}),
     "segment_scan": ("forward", SEGMENTS, {}),
-    "compose_maps": ("halves", {}, {}),
+    "compose_maps": ("ranks", {}, {}),
     "backward_maps": ("backward", SEGMENTS, {}),
     "replay_states": ("backward", {}, {}),
     "chunk_backward": ("backward", {}, {}),
@@ -60,7 +60,7 @@ def check(call: str, case, mode: dict) -> list[str]:
     import accuracy
     import cases
     import trials
-    from halves import run_halves
+    from begin_finish import run_begin_finish
 
     if call.startswith("decode"):  # a trial has its own bars, and raises an error
         ratios = trials.run(trials.Trial(call, case), "cuda")
@@ -69,8 +69,8 @@ def check(call: str, case, mode: dict) -> list[str]:
     with cases.backward_mode(**mode) if call == "backward" else cases.forward_mode(**mode):
         if call == "backward":
             outputs = cases.run_autograd(inputs, **gradients)
-        elif call == "halves":
-            outputs = run_halves(inputs | gradients, [0])[0]
+        elif call == "ranks":
+            outputs = run_begin_finish(inputs | gradients, [0])[0]
         elif call == "intermediates":
             outputs = dict(zip(("g_cumsum", "A", "o", "h", "final_state"), cases.run_forward(inputs), strict=True))
         else:

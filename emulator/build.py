@@ -151,8 +151,8 @@ def sources(compiler: Compiler, races: bool) -> list[tuple]:
     found += [(path, *as_gpu) for path in (ROOT / "csrc/gpu").rglob("*.cpp")]
     found.remove((ROOT / "csrc/call.cpp", *of_host))
     found.remove((ROOT / "csrc/ops.cpp", *of_host))
-    halves = [f"{half}_{name}" for half in ("begin", "finish") for name in ("forward", "backward")]
-    passes = ("forward", "backward", *halves, "replay_backward", "prefill", "decode", "decode_buffered")
+    of_ranks = ("begin_forward", "finish_forward", "begin_backward", "replay_backward", "finish_backward")
+    passes = ("forward", "backward", *of_ranks, "prefill", "decode", "decode_buffered")
     renamed = [f"-D{name}_cpu={name}_cuda" for name in passes]
     return [*found, (ROOT / "csrc/call.cpp", *as_gpu), (ROOT / "csrc/ops.cpp", *of_host, *renamed)]
 

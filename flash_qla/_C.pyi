@@ -90,7 +90,7 @@ class _Options(TypedDict, total=False):
     K: int
     V: int
     fp16: bool
-    in_halves: bool
+    over_ranks: bool
 
 class _ForwardOptions(_Options, total=False):
     low_level: bool

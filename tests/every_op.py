@@ -1,4 +1,4 @@
-"""Every op of the library, called alike: for what holds for all of them, whatever they compute. Ops that are halves of
+"""Every op of the library, called alike: for what holds for all of them, whatever they compute. Ops that are parts of
 a pass have the name of the first one, and are called together.
 
 make_call(name, device) is a call on a few sequences, packed where the op takes cu_seqlens and rows of a batch
@@ -49,7 +49,7 @@ def names_of_arguments(name: str) -> list[str]:
 
 
 def later_ops(name: str) -> list[str]:
-    """Those that continue the first half of a pass."""
+    """Those that continue after begin."""
     if not name.endswith("_begin"):
         return []
     names = (name.removesuffix("begin") + later for later in ("replay", "finish"))

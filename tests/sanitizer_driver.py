@@ -7,7 +7,7 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1: each tensor is then an allocation of its own, 
 import dataclasses
 import itertools
 
-import halves
+import begin_finish
 import pytest
 import test_decode
 import test_decode_buffered
@@ -97,9 +97,9 @@ for case, sequences in (
     (dataclasses.replace(SEGMENTED, dtype=dtype), [0, 2]) for dtype in (torch.bfloat16, torch.float16)
 ):
     arguments = make_inputs(case, "cuda") | make_gradients(case, "cuda")
-    outputs, *maps = halves.run_halves(arguments, sequences)
+    outputs, *maps = begin_finish.run_begin_finish(arguments, sequences)
     assert finite([*outputs.values(), *maps]), case
-    print("done: halves of", case, flush=True)
+    print("done: begin and finish of", case, flush=True)
 
 case = dataclasses.replace(CASES[0], lengths=(100, 100, 100), padding=0)
 inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")

@@ -607,7 +607,7 @@ def test_a_symbolic_number_of_tokens_stays_symbolic(monkeypatch, op):
         assert (str(fakes["q"].shape[1]) != str(T)) == symbolic, "a guard has fixed it"
         return found
 
-    dispatch = getattr(_C, f"{op}_dispatch")(1, T, 2, 1, 2, in_halves=True, **_C.cards()["H200"])
+    dispatch = getattr(_C, f"{op}_dispatch")(1, T, 2, 1, 2, over_ranks=True, **_C.cards()["H200"])
     assert workspace(DimDynamic.STATIC).shape == (dispatch.workspace_bytes,)
     workspace(DimDynamic.DUCK)
 

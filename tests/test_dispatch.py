@@ -168,18 +168,18 @@ def test_device_is_left_the_choice_where_one_sequence_may_be_long():
     assert _C.forward_dispatch(1, 32768, 8, 2, 8).predicted_us < 1.2 * without.predicted_us
 
 
-def test_halves_cut_whatever_can_be_cut():
-    """Halves always cut, for maps of whole sequences, and run two kernels. auto_cp=False leaves sequences whole."""
+def test_calls_of_ranks_cut_whatever_can_be_cut():
+    """They always cut, for maps of whole sequences, and run two kernels. auto_cp=False leaves sequences whole."""
     for shape in SHAPES:
         for function in (_C.forward_dispatch, _C.backward_dispatch):
-            found = function(**shape, in_halves=True)
+            found = function(**shape, over_ranks=True)
             chunks = chunks_of(shape["B"] * shape["T"]) // shape["N"]
             assert found.cut_above == 0 and (chunks < 4 or found.segment_chunks > 0), shape
             assert (
-                found.workspace_bytes > function(**shape, in_halves=True, auto_cp=False).workspace_bytes or chunks < 4
+                found.workspace_bytes > function(**shape, over_ranks=True, auto_cp=False).workspace_bytes or chunks < 4
             )
-            assert function(**shape, in_halves=True, auto_cp=False).segment_chunks == 0
-        assert not _C.forward_dispatch(**shape, in_halves=True).fused
+            assert function(**shape, over_ranks=True, auto_cp=False).segment_chunks == 0
+        assert not _C.forward_dispatch(**shape, over_ranks=True).fused
 
 
 def test_context_parallelism_gives_every_sm_work():

@@ -91,7 +91,7 @@ def test_ops_on_a_pool(name, device):
 
 
 def test_every_op_is_here():
-    """The halves of a pass, whose ranks exchange, are not for DTensors."""
+    """begin and finish, whose ranks exchange, are not for DTensors."""
     others = {x for x in NAMES if not x.endswith("_begin")}
     suffixes = ("", "_fwd", "_bwd", "_packed", "_packed_bwd")
     assert others == {*WITH_POOL} | {f"chunk_gated_delta_rule{suffix}" for suffix in suffixes}

@@ -43,7 +43,7 @@ from flash_qla.integrations.fla import (  # noqa: E402
     use_flash_qla,
 )
 
-HALVES = ("forward_begin", "forward_finish", "backward_begin", "backward_replay", "backward_finish")
+PARTS = ("forward_begin", "forward_finish", "backward_begin", "backward_replay", "backward_finish")
 FORWARD = INFERENCE = "chunk_gated_delta_rule"  # autograd saves the inputs alone, so training has no op of its own
 BACKWARD = "chunk_gated_delta_rule_bwd"
 DECODING = "decode_gated_delta_rule"
@@ -292,7 +292,7 @@ def test_context_parallelism(device, integration):
     given = inputs | {"initial_state": inputs["initial_state"][rows], "cp_context": context}
     with Ran() as ran:
         found = run(through_fla, given, gradients | {"dht": gradients["dht"][rows] * ends})
-    assert ran.ops == [f"gated_delta_rule_{half}" for half in HALVES]
+    assert ran.ops == [f"gated_delta_rule_{part}" for part in PARTS]
     assert not found["dh0"][1].any()
     found["dh0"], found["final_state"] = found["dh0"][[0, 2]], found["final_state"][1:]
     expected, expected_gradients = expected_of(inputs, gradients)

@@ -50,7 +50,7 @@ def counted(function) -> int:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_op(name):
-    """The pass in halves counts as the pass."""
+    """begin and finish count as the pass."""
     call = make_call(name, "cpu")
     tokens = sum(call.lengths)
     if name.startswith("decode"):

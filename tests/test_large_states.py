@@ -8,7 +8,7 @@ import torch
 from accuracy import BARS
 from cases import Case, forward_mode, make_inputs, parametrize, reference_of
 from poison import poisoned
-from test_halves import BEGIN, FINISH, by_name
+from test_begin_finish import BEGIN, FINISH, by_name
 from test_prefill import MODES as OF_KERNELS, of_modes
 
 import flash_qla

@@ -29,7 +29,7 @@ def fresh(call) -> dict:
 
 
 def arguments_of(name: str, device: str) -> dict:
-    """The arguments of an op, perhaps a second half, by the names of its schema."""
+    """The arguments of an op, perhaps finish, by the names of its schema."""
     first = next(x for x in NAMES if name in (x, *later_ops(x)))
     call = make_call(first, device)
     known = fresh(call)

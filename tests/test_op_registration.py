@@ -92,7 +92,7 @@ def test_opcheck_with_inputs_that_require_gradients(device, op, case):
 @pytest.mark.parametrize("name", sorted({*WRITES} - {*OPS}))
 def test_opcheck_of_other_ops(device, name):
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    if not name.endswith("_begin"):  # which leaves parts of what it allocates to the second half: they are nothing yet
+    if not name.endswith("_begin"):  # which leaves parts of what it allocates to finish: they are nothing yet
         checks += ["test_aot_dispatch_static", "test_aot_dispatch_dynamic"]
     torch.library.opcheck(op_of(name), (), arguments_of(name, device), test_utils=checks)
 

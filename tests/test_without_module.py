@@ -99,11 +99,11 @@ def test_the_library_answers_as_the_module():
     for sizes, flags in itertools.product(shapes, itertools.product((False, True), repeat=3)):
         shape = dict(zip((*names, "varlen", "auto_cp", "use_qk_l2norm"), (*sizes, *flags), strict=True))
         shape |= _C.cards()["H100 PCIe"]
-        expected = _C.forward_dispatch(**shape, in_halves=True)
+        expected = _C.forward_dispatch(**shape, over_ranks=True)
         assert _binary.forward_workspace_bytes(**shape) == expected.workspace_bytes
         for activations in (False, True):
             shape["activations"] = activations
-            expected = _C.backward_dispatch(**shape, in_halves=True)
+            expected = _C.backward_dispatch(**shape, over_ranks=True)
             assert _binary.backward_workspace_bytes(**shape) == expected.workspace_bytes
     assert _binary.forward_workspace_bytes(**shape) == -1  # activations are the backward's
     assert _binary.backward_workspace_bytes(**shape | {"H_v": 5, "H_k": 2}) == -1

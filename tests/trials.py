@@ -20,7 +20,7 @@ import math
 import random
 from collections.abc import Callable
 
-import halves
+import begin_finish
 import reference
 import torch
 from accuracy import FLOAT8, check as check_accuracy, not_measured
@@ -63,7 +63,7 @@ NAN_IN = ("q", "k", "v", "g", "beta")
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One of OPS, where "chunk" is both passes, whole and in halves, and the options of the call."""
+    """One of OPS, where "chunk" is both passes, whole and over ranks, and the options of the call."""
 
     op: str
     case: Case
@@ -76,7 +76,7 @@ class Trial:
     # Both passes
     wanted: tuple[str, ...] = tuple(ALL_GRADIENTS_OF)  # inputs that require gradients
     with_sums: bool = True  # the backward gets g_cumsum and A
-    map_sequences: str | None = None  # whose maps the halves give: "none", "last", "both"; None runs no halves
+    map_sequences: str | None = None  # whose maps begin returns: "none", "last", "both"; None runs no begin
     # Pools
     index_dtype: torch.dtype | None = torch.int32  # of tables; None: each has its own
     null_index: int = -1
@@ -197,9 +197,9 @@ def chunk(trial: Trial, device: str, noises: tuple) -> Call:
             if case.strides == "slices":
                 outputs |= {f"packed {name}": x for name, x in run_packed(inputs, **of_backward).items()}
             if trial.map_sequences is not None:
-                of_halves, *maps = halves.run_halves(arguments | {"state_dtype": trial.state_dtype}, mapped)
-                outputs |= {f"halves' {name}": x for name, x in of_halves.items()}
-                outputs["halves' rounded final_state"] = outputs.pop("halves' final_state")
+                of_ranks, *maps = begin_finish.run_begin_finish(arguments | {"state_dtype": trial.state_dtype}, mapped)
+                outputs |= {f"over ranks: {name}": x for name, x in of_ranks.items()}
+                outputs["over ranks: rounded final_state"] = outputs.pop("over ranks: final_state")
                 for way, x in zip(("", "reverse "), maps, strict=True) if mapped else ():
                     outputs |= {f"{way}Z": x[:, :, : case.V], f"{way}M": x[:, :, case.V :]}
         return outputs
@@ -209,7 +209,7 @@ def chunk(trial: Trial, device: str, noises: tuple) -> Call:
     expected |= {"g_cumsum": cumulative_gates(inputs), "carried": carried}
     if mapped:
         expected["carried"].append(torch.eye(case.K)[None, None])
-        wide = halves.with_identities(halves.of_sequences(arguments, mapped))
+        wide = begin_finish.with_identities(begin_finish.of_sequences(arguments, mapped))
         maps = expect(
             {name: x for name, x in wide.items() if name not in of_backward}, *noises, wide["do"], wide["dht"]
         )
@@ -698,7 +698,7 @@ def memory_of(x: torch.Tensor) -> torch.Tensor:
 
 def name_of_tensor(name: str) -> str:
     """The name of an output without the names of functions and calls."""
-    for prefix in ("low-level ", "autograd's ", "packed ", "halves' ", "rounded "):
+    for prefix in ("low-level ", "autograd's ", "packed ", "over ranks: ", "rounded "):
         name = name.removeprefix(prefix)
     return name.removesuffix(" without h")
 

@@ -88,7 +88,7 @@ cpu::Inputs<T, CT> inputs_of(const Call& call, const Tensor& g) {
   return in;
 }
 
-// The inputs of a first half. Its states are V-first: V rows of Z, then K rows of M. v has zeros for M.
+// The inputs of begin. Its states are V-first: V rows of Z, then K rows of M. v has zeros for M.
 template <typename T, typename CT>
 cpu::Inputs<T, CT> inputs_of_maps(const Call& call) {
   cpu::Inputs<T, CT> in = inputs_of<T, CT>(call, call.g);

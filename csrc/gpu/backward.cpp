@@ -8,9 +8,9 @@
 #include "gpu/pass.h"
 #include "gpu/runtime/stream.h"
 #include "gpu/workspace.h"
-#include "halves.h"
 #include "kernels.h"
 #include "passes.h"
+#include "ranks.h"
 #include "tensors.h"
 
 namespace flash_qla {
@@ -52,7 +52,7 @@ class Backward {
     }
   }
 
-  // The first half. compose_maps expects dZ of segment s in slot s. dZ is in slot s - 1 of grad_states(), which is slot
+  // compose_maps expects dZ of segment s in slot s. dZ is in slot s - 1 of grad_states(), which is slot
   // s of the whole region.
   Begun begun() {
     begin();
@@ -60,10 +60,10 @@ class Backward {
             workspace_.storage()};
   }
 
-  // In halves, the part that needs states but no gradients of states.
+  // The part that needs states but no gradients of states.
   void replay() {
     const std::optional<Tensor> first = states_or_zeros(call_, call_.initial_state);
-    scan_states(first);  // always: a pass in halves has maps
+    scan_states(first);  // always: a pass over ranks has maps
     replay_states(first);
   }
 
@@ -82,7 +82,7 @@ class Backward {
         d_(dispatch_backward(shape)),
         workspace_(shape, d_),
         stream_(current_stream(call.q)),
-        pass_(call, workspace_, d_, stream_, /*scans=*/d_.in_halves ? 1 : 2),
+        pass_(call, workspace_, d_, stream_, /*scans=*/d_.over_ranks ? 1 : 2),
         activations_(activations_of(call, call.use_gate ? *call.g_raw : call.g)) {}
 
   void scan_states(const std::optional<Tensor>& first) const {
@@ -151,13 +151,13 @@ class Backward {
 
   // States without addresses: they only tell which states exist. The gradients of states are arguments of their own.
   States states() const {
-    return states_in_order(call_, own_states(call_, nullptr), call_.in_halves || call_.initial_state,
-                           call_.in_halves || call_.grad_final_state);
+    return states_in_order(call_, own_states(call_, nullptr), call_.over_ranks || call_.initial_state,
+                           call_.over_ranks || call_.grad_final_state);
   }
 
-  // dS' after each segment. In halves the region has one more slot in front: dZ of the first segment is there.
+  // dS' after each segment. Over ranks the region has one more slot in front: dZ of the first segment is there.
   float* grad_states() const {
-    return workspace_[workspace_.grad_states] + (d_.in_halves ? state_rows(call_.H_v, call_.K, call_.V) : 0);
+    return workspace_[workspace_.grad_states] + (d_.over_ranks ? state_rows(call_.H_v, call_.K, call_.V) : 0);
   }
 
   kernels::Maps reverse_maps() const {

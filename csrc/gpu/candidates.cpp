@@ -48,11 +48,11 @@ void require_tile(const ForwardShape& shape, int64_t forced) {
 }
 
 bool can_fuse(const ForwardShape& shape) {
-  return !shape.output_h && !shape.in_halves && !shape.batch_invariant && !shape.resumable && !shape.float8 &&
+  return !shape.output_h && !shape.over_ranks && !shape.batch_invariant && !shape.resumable && !shape.float8 &&
          has_fused_kernel(shape);
 }
 
-// The lengths of segments that the host considers, in chunks. The first one is 0: no segments. In halves 0 is left out
+// The lengths of segments that the host considers, in chunks. The first one is 0: no segments. Over ranks 0 is left out
 // if there are other lengths, because the maps come from segments.
 std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& forced) {
   if (!has_maps(shape)) {
@@ -72,7 +72,7 @@ std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& fo
       found.push_back(ceil_div(all_chunks, parts));
     }
   }
-  if (shape.in_halves && found.size() > 1) {
+  if (shape.over_ranks && found.size() > 1) {
     found.erase(found.begin());
   }
   return found;

@@ -246,7 +246,7 @@ double scan_steps(const Schedule& s, double directions) {
 // compose_maps takes the same steps, with V + K rows of the map of one sequence.
 double composition_us(const ForwardShape& shape, const Schedule& s) {
   const double ctas = static_cast<double>(value_tiles(shape.V + shape.K, kScanColumns)) * s.H_v;
-  return shape.in_halves ? scan_us(shape, kScan) * std::max(1.0, ctas / s.sms) * s.parts : 0;
+  return shape.over_ranks ? scan_us(shape, kScan) * std::max(1.0, ctas / s.sms) * s.parts : 0;
 }
 
 // segment_maps and segment_scan.

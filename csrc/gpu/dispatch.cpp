@@ -21,7 +21,7 @@ struct Choice {
 };
 
 // Whether the device has to cut each sequence that is longer than a segment.
-bool always_cut(const Shape& shape, const Override& forced) { return forced.always_cuts() || shape.in_halves; }
+bool always_cut(const Shape& shape, const Override& forced) { return forced.always_cuts() || shape.over_ranks; }
 
 template <typename DirectionShape>
 auto fastest(const DirectionShape& shape, const Override& forced) {
@@ -51,7 +51,7 @@ Dispatch decide_common(const DirectionShape& shape, const Override& forced, cons
       .segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, segment_chunks),
       .heads_per_cta = heads_per_cta(shape, chunks),
       .early_ctas = early_ctas(shape),
-      .in_halves = shape.in_halves,
+      .over_ranks = shape.over_ranks,
       .short_maps_last = false,
       .planned = true,
       .workspace_bytes = 0,

@@ -48,17 +48,17 @@ struct Dispatch {
   int64_t segments;        // segment slots, see plan.h
   int64_t heads_per_cta;   // of chunk_matrices: value heads of a group that share a CTA's K K^T and Q K^T
   int64_t early_ctas;      // of chunk_matrices: CTAs that find their chunks by themselves while chunk_plan runs
-  bool in_halves;
+  bool over_ranks;
   bool short_maps_last;  // of segment_maps and backward_maps, see there
   bool planned;  // chunk_plan runs. If not, fused_forward is the only kernel, and each CTA has one piece of work
   int64_t workspace_bytes;
   double predicted_us;  // the cost model's time on the GPU
 
   bool uses_cp() const { return segment_chunks > 0; }
-  bool has_maps() const { return uses_cp() || in_halves; }
-  // Slots of Z, or of dZ. In halves there is one more: Z of the last segment is in the slot after it, dZ of the first
+  bool has_maps() const { return uses_cp() || over_ranks; }
+  // Slots of Z, or of dZ. Over ranks there is one more: Z of the last segment is in the slot after it, dZ of the first
   // segment in the slot before it.
-  int64_t map_slots() const { return has_maps() ? segments + in_halves : 0; }
+  int64_t map_slots() const { return has_maps() ? segments + over_ranks : 0; }
 };
 
 struct ForwardDispatch : Dispatch {

@@ -8,9 +8,9 @@
 #include "gpu/runtime/stream.h"
 #include "gpu/states.h"
 #include "gpu/workspace.h"
-#include "halves.h"
 #include "kernels.h"
 #include "passes.h"
+#include "ranks.h"
 #include "tensors.h"
 
 namespace flash_qla {
@@ -46,7 +46,7 @@ class Forward {
     finish();
   }
 
-  // The part that needs no states. The fused kernel, which reads them, does not run in halves.
+  // The part that needs no states. The fused kernel, which reads them, does not run over ranks.
   void begin() {
     // Some slots of h may belong to no chunk, or to a sequence without a state.
     if (call_.output_h && (call_.varlen || states_.presence.on_pool)) {
@@ -68,7 +68,7 @@ class Forward {
     }
   }
 
-  // The first half. compose_maps expects Z of segment s in slot s. Z is in slot s + 1 of the region.
+  // compose_maps expects Z of segment s in slot s. Z is in slot s + 1 of the region.
   Begun begun() {
     begin();
     const float* const offsets = workspace_[workspace_.states] + state_rows(call_.H_v, call_.K, call_.V);
@@ -76,7 +76,7 @@ class Forward {
   }
 
   void finish() {
-    if (d_.has_maps()) {  // in halves chunk_forward also needs the scan's wait, because it reads initial states early
+    if (d_.has_maps()) {  // over ranks chunk_forward also needs the scan's wait, because it reads initial states early
       pass_.scan(/*reverse=*/false, pass_.maps(), states_.numbers, /*concurrent=*/false, memory());
     }
     if (is_fused(d_.path)) {
@@ -169,7 +169,7 @@ class Forward {
   void segment_maps() const {
     kernels::segment_maps(
         {.chunks = pass_.map_chunks(), .maps = pass_.maps(), .memory = memory(), .short_last = d_.short_maps_last},
-        {.dtype = pass_.dtype(), .K = pass_.K(), .partial = d_.in_halves || has_wide_keys(call_.K)}, stream_);
+        {.dtype = pass_.dtype(), .K = pass_.K(), .partial = d_.over_ranks || has_wide_keys(call_.K)}, stream_);
   }
 
   void chunk_forward() const {

@@ -6,7 +6,7 @@
 #include "gpu/arguments.h"
 #include "gpu/plan.h"
 #include "gpu/runtime/device.h"
-#include "halves.h"
+#include "ranks.h"
 #include "tensors.h"
 
 namespace flash_qla {
@@ -37,7 +37,7 @@ Shape shape_of(const Call& call) {
           .K = call.K,
           .V = call.V,
           .fp16 = call.dtype == ScalarType::Half,
-          .in_halves = call.in_halves};
+          .over_ranks = call.over_ranks};
 }
 
 void copy_or_zero(Tensor& to, const std::optional<Tensor>& from) {
@@ -97,7 +97,7 @@ kernels::Chunks Pass::chunks() const {
 
 kernels::Chunks Pass::map_chunks() const {
   kernels::Chunks found = chunks();
-  if (d_.in_halves) {
+  if (d_.over_ranks) {
     found.plan.segments = workspace_[workspace_.map_segments];
   }
   return found;
@@ -113,8 +113,8 @@ kernels::Dtype Pass::dtype() const { return instance_dtype(call_.dtype); }
 
 void Pass::make_plan(const States& states, int64_t dropped, const kernels::Memory& memory) const {
   const auto [mapped_0, mapped_1] = mapped_sequences(call_);
-  const kernels::Cuts cuts = {.map_segments = d_.in_halves ? workspace_[workspace_.map_segments] : nullptr,
-                              .map_slots = d_.in_halves ? d_.segments : 0,
+  const kernels::Cuts cuts = {.map_segments = d_.over_ranks ? workspace_[workspace_.map_segments] : nullptr,
+                              .map_slots = d_.over_ranks ? d_.segments : 0,
                               .segment_chunks = d_.segment_chunks,
                               .cut_above = d_.cut_above,
                               .mapped_0 = mapped_0,

@@ -35,7 +35,7 @@ class Pass {
   kernels::Chunks map_chunks() const;  // have the table of segments that have maps
   kernels::Maps maps() const;          // the states' maps
 
-  // Launches chunk_plan. In halves the second table lacks the ends whose maps are requested: `dropped` is their
+  // Launches chunk_plan. Over ranks the second table lacks the ends whose maps are requested: `dropped` is their
   // SegmentFlag. `memory`: the tables of segment_memory, if there are any.
   void make_plan(const States& states, int64_t dropped, const kernels::Memory& memory = kNoMemory) const;
 

@@ -21,7 +21,7 @@ int64_t segment_slots(int64_t B, int64_t T, int64_t N, bool varlen, int64_t segm
 // call.map_sequences, padded with -1.
 std::array<int64_t, 2> mapped_sequences(const Call& call);
 
-// Launches chunk_plan. It writes `plan`, in halves the second table of segments, and zeros in needs_maps.
+// Launches chunk_plan. It writes `plan`, over ranks the second table of segments, and zeros in needs_maps.
 void make_plan(const Call& call, const kernels::Sizes& sizes, const States& states, const kernels::Cuts& cuts,
                const kernels::Plan& plan, const kernels::Memory& memory, cudaStream_t stream);
 

@@ -60,12 +60,12 @@ States states_in_order(const Call& call, const kernels::States& numbers, bool ha
 States states_of(const Call& call, const ForwardOutputs& out) {
   const kernels::States numbers =
       own_states(call, data(call.initial_state), data_if(call.output_final_state, out.final_state));
-  return states_in_order(call, numbers, call.in_halves || call.initial_state,
-                         call.in_halves || call.output_final_state);
+  return states_in_order(call, numbers, call.over_ranks || call.initial_state,
+                         call.over_ranks || call.output_final_state);
 }
 
 std::optional<Tensor> states_or_zeros(const Call& call, const std::optional<Tensor>& states) {
-  if (states || !call.in_halves) {
+  if (states || !call.over_ranks) {
     return states;
   }
   Tensor zeros = new_empty(call.op, call.q, call.state_shape(), call.compute_dtype);

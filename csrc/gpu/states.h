@@ -40,8 +40,8 @@ States states_in_order(const Call& call, const kernels::States& numbers, bool ha
 // The states of the op's own tensors.
 States states_of(const Call& call, const ForwardOutputs& out);
 
-// The states that kernels read in halves: the given states, or zeros. The plan says that all sequences have states,
-// because the first half does not know yet which of them will exist.
+// The states that kernels read over ranks: the given states, or zeros. The plan says that all sequences have states,
+// because begin does not know yet which of them will exist.
 std::optional<Tensor> states_or_zeros(const Call& call, const std::optional<Tensor>& states);
 
 // Throws, with the argument's name, unless kernels can take the states of the pool.

@@ -29,11 +29,11 @@ class Workspace {
     return region;
   }
 
-  // Takes the storage that the first half allocated, or allocates.
+  // Takes the storage that begin allocated, or allocates.
   void provide(const Call& call) {
     const std::optional<Tensor>& begun = call.workspace;
     check(!begun || begun->numel() == bytes_, call.op, "workspace has ", begun ? begun->numel() : 0,
-          " bytes, expected the ", bytes_, " of the first half of a call of these shapes");
+          " bytes, expected the ", bytes_, " that begin returns for a call of these shapes");
     if (begun) {
       storage_ = *begun;
     } else if (bytes_ > 0) {
@@ -83,7 +83,7 @@ struct PassWorkspace : Workspace {
         maps(
             reserve<uint16_t>(std::max(d.has_maps() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0, after_maps))),
         skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)),
-        map_segments(reserve<int32_t>(d.in_halves ? d.segments * SegmentColumn::kCount : 0)) {}
+        map_segments(reserve<int32_t>(d.over_ranks ? d.segments * SegmentColumn::kCount : 0)) {}
 
   const Region<int32_t> sequences, chunks, segments, checkpoints, drawn;  // the plan's tables
   const Region<float> gates;        // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
@@ -92,7 +92,7 @@ struct PassWorkspace : Workspace {
   const Region<float> states;   // [map_slots, H_v, rows, K]: Z, then the state at the segment's start
   const Region<uint16_t> maps;  // [segments, H_v, 2, K, K]: M in two parts
   const Region<int32_t> skips;  // [segments, H_v]: whether M is left out
-  // Only in halves:
+  // Only over ranks:
   const Region<int32_t> map_segments;  // segments, without the ends whose maps are requested
 };
 
@@ -109,11 +109,11 @@ struct ForwardWorkspace : PassWorkspace {
 
 struct BackwardWorkspace : PassWorkspace {
   BackwardWorkspace(const BackwardShape& shape, const BackwardDispatch& d)
-      : PassWorkspace(shape, d, false, false, d.in_halves ? 0 : h_elements(shape, d)),
+      : PassWorkspace(shape, d, false, false, d.over_ranks ? 0 : h_elements(shape, d)),
         backward_gates(reserve<float>(d.chunk_slots * shape.H_v * gate_rows(d) * kChunk)),
-        has_v_new(d.in_halves || has_wide_keys(shape.K)),
+        has_v_new(d.over_ranks || has_wide_keys(shape.K)),
         v_new(reserve<uint16_t>(has_v_new ? value_elements(shape) : 0)),
-        h(d.in_halves ? reserve<uint16_t>(h_elements(shape, d)) : maps),
+        h(d.over_ranks ? reserve<uint16_t>(h_elements(shape, d)) : maps),
         dh(reserve<uint16_t>(has_wide_keys(shape.K) ? d.chunk_slots * state_rows(shape.H_v, shape.K, shape.V) : 0)),
         u(reserve<uint16_t>(has_wide_keys(shape.K) ? value_elements(shape) : 0)),
         turns(reserve<int32_t>(d.chunk_slots * key_parts(shape.K) * shape.H_k)),
@@ -127,7 +127,7 @@ struct BackwardWorkspace : PassWorkspace {
         reverse_skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)) {}
 
   const Region<float> backward_gates;  // [chunk_slots, H_v, gate_rows, kChunk]
-  // Whether V_new is here. Elsewhere it is in the memory of dv, but the replay of halves has no outputs, and with wide
+  // Whether V_new is here. Elsewhere it is in the memory of dv, but the replay over ranks has no outputs, and with wide
   // keys one CTA would write dv while another one reads V_new.
   const bool has_v_new;
   const Region<uint16_t> v_new;  // [B * T, H_v, V]

@@ -235,7 +235,7 @@ void add_functions(py::module_& module) {
                R"(What a forward call of this shape launches on such a card, an H100 SXM by default.
 
 N is the number of sequences. low_level: chunk_gated_delta_rule_fwd, which returns A. use_qk_l2norm: the l2norm is
-inside. output_h: the call returns h, which the fused kernel does not write. fp16: the dtype of q. in_halves: the call
+inside. output_h: the call returns h, which the fused kernel does not write. fp16: the dtype of q. over_ranks: the call
 of a rank in context parallelism.
 
 Of a prefill: batch_invariant and checkpoint_every as in the call. resumable: checkpoints are not at multiples of 64
@@ -246,7 +246,7 @@ checkpoints have 8 bits. Raises ValueError for a shape that no call has.)");
                R"(What a backward call of this shape launches on such a card, an H100 SXM by default.
 
 N is the number of sequences. use_qk_l2norm: the l2norm is inside. activations: the activation of gate or beta is
-inside. fp16: the dtype of q. in_halves: the call of a rank in context parallelism. Raises ValueError for a shape that no
+inside. fp16: the dtype of q. over_ranks: the call of a rank in context parallelism. Raises ValueError for a shape that no
 call has.)");
   module.def(
       "exchange_overrides",

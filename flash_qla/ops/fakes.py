@@ -310,7 +310,7 @@ def _check_head_dim(call, name, symbol, dim, most):
 
 
 def _fake_begun(call, N, compute_dtype, workspace_bytes, **of_pass):
-    """Maps and workspace of csrc/halves.h. The GPU's dispatch returns how much workspace its kernels take."""
+    """Maps and workspace of csrc/ranks.h. The GPU's dispatch returns how much workspace its kernels take."""
     q, (B, T, H_v, V) = call.q, call.v.shape
     H_k, K = q.shape[2:]
     maps = q.new_empty((len(call.map_sequences), H_v, V + K, K), dtype=compute_dtype)

@@ -1,7 +1,7 @@
-// The halves on the CPU. The first half computes the maps by the recurrence over V + K rows of a state, in place:
-// V-first rows of a state do not depend on each other. It starts from [S; I], and v (do) is zero in the rows of I. The
-// second half is the whole pass.
-#include "halves.h"
+// begin and finish on the CPU. begin computes the maps by the recurrence over V + K rows of a state, in place:
+// V-first rows of a state do not depend on each other. It starts from [S; I], and v (do) is zero in the rows of I.
+// finish is the whole pass.
+#include "ranks.h"
 
 #include <vector>
 
@@ -63,7 +63,7 @@ void run_backward(const BackwardCall& call, CT* map) {
       });
 }
 
-// The first half: `run` advances maps that begin as [state; I].
+// begin: `run` advances maps that begin as [state; I].
 Begun begin(const Call& call, const std::optional<Tensor>& states, const auto& run) {
   say_once_that_this_is_slow(call.op);
   Begun begun = begun_of_nothing(call, states);

@@ -1,4 +1,4 @@
-"""The ops that are halves of the two passes, and the affine maps of a state and of its gradient that the first ones
+"""begin, replay and finish of the two passes, and the affine maps of a state and of its gradient that the first ones
 give. How ranks put them together is in test_cp.py."""
 
 import math
@@ -7,6 +7,7 @@ import accuracy
 import pytest
 import reference
 import torch
+from begin_finish import BEGIN, FINISH, REPLAY, by_name, run_begin_finish, with_identities
 from cases import (
     ALL_GRADIENTS_OF,
     ALL_INSIDE,
@@ -23,7 +24,6 @@ from cases import (
     reference_of,
     run_backward,
 )
-from halves import BEGIN, FINISH, REPLAY, by_name, run_halves, with_identities
 from poison import poisoned
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -92,7 +92,7 @@ def check_maps(case: Case, maps: torch.Tensor, expected: torch.Tensor, bar: floa
 
 @parametrize(*CASES)
 def test_against_the_recurrence(device, case):
-    """Maps, and all outputs of both passes: the halves put together are the pass."""
+    """Maps, and all outputs of both passes: put together they are the pass."""
     for_device(case, device)
     arguments = make_inputs(case, device) | make_gradients(case, device)
     inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
@@ -102,8 +102,8 @@ def test_against_the_recurrence(device, case):
     modes = [(-1, -1)] if device == "cpu" else [(-1, -1), (1, 1), (2, 0)]  # of the GPU also other segments
     for (segments, reverse), sequences in ((x, y) for x in modes for y in sequences_of(case)):
         with forward_mode(segment_chunks=segments), backward_mode(reverse), poisoned(device):
-            found, *maps = run_halves(arguments, sequences)
-        name = f"halves, segments of {segments} and {reverse}, {case}"
+            found, *maps = run_begin_finish(arguments, sequences)
+        name = f"begin and finish, segments of {segments} and {reverse}, {case}"
         for x, y, what in zip(maps, wanted, ("forward", "backward"), strict=True):
             bar = accuracy.BARS[case.dtype] if what == "forward" else accuracy.gradient_bar("dh0", case.dtype, b)
             check_maps(case, x, y[sequences], accuracy.BLOCK_FACTOR * bar, f"{what}, {name}")
@@ -119,7 +119,7 @@ def test_the_same_every_time(device, case):
     for_device(case, device)
     arguments = make_inputs(case, device) | make_gradients(case, device)
     for sequences in sequences_of(case):
-        (found, *maps), (again, *others) = (run_halves(arguments, sequences) for _ in range(2))
+        (found, *maps), (again, *others) = (run_begin_finish(arguments, sequences) for _ in range(2))
         assert equal(found, again) and all(torch.equal(x, y) for x, y in zip(maps, others, strict=True))
         if device == "cpu":  # on the GPU the passes may run in other modes
             inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
@@ -131,16 +131,16 @@ def test_the_same_every_time(device, case):
 
 @parametrize(CASES[2], CASES[6], CASES[8])
 def test_states_that_one_half_is_given(device, case):
-    """Outputs depend on what the second halves are given alone: a rank's first halves have no states of others."""
+    """Outputs depend on what finish is given alone: a rank's begin has no states of others."""
     for_device(case, device)
     arguments = make_inputs(case, device) | make_gradients(case, device)
     states = {name: arguments[name] for name in ("initial_state", "dht")}
     nothing = dict.fromkeys(states)
     for of_first, of_second in ((nothing, states), (states, nothing)):
         with poisoned(device):
-            expected, *_ = run_halves(arguments | of_second, [0])
-            found, *_ = run_halves(arguments | of_second, [0], of_first)
-            others, *_ = run_halves(arguments | of_second | {"output_final_state": False}, [0], of_first)
+            expected, *_ = run_begin_finish(arguments | of_second, [0])
+            found, *_ = run_begin_finish(arguments | of_second, [0], of_first)
+            others, *_ = run_begin_finish(arguments | of_second | {"output_final_state": False}, [0], of_first)
         assert equal(found, expected)
         assert others.pop("final_state").shape == (0,)
         assert equal(others, {name: found[name] for name in others})
@@ -153,7 +153,7 @@ def test_nothing_is_left_of_decayed_states(segments):
     case = Case(T=320, H_k=1, H_v=2, gate="underflow")
     arguments = make_inputs(case, "cuda") | make_gradients(case, "cuda")
     with forward_mode(segment_chunks=segments), backward_mode(segments):
-        _, *maps = run_halves(arguments, [0])
+        _, *maps = run_begin_finish(arguments, [0])
     for x in maps:
         assert not x[:, :, case.V :].any() and x[:, :, : case.V].any()
 
@@ -166,7 +166,7 @@ def test_what_is_negligible_is_dropped():
     arguments["g"] -= torch.tensor((20.0, 28.0), device="cuda") * math.log(2) / 128
     expected = expected_maps(arguments | make_gradients(case, "cuda"))
     with forward_mode(segment_chunks=2), backward_mode(2):
-        _, *maps = run_halves(arguments | make_gradients(case, "cuda"), [0])
+        _, *maps = run_begin_finish(arguments | make_gradients(case, "cuda"), [0])
     for x, y in zip(maps, expected, strict=True):
         assert accuracy.relative_error(x[:, 0, case.V :], y[:, 0, case.V :]) < accuracy.BF16_BAR
         assert not x[:, 1, case.V :].any()
@@ -254,5 +254,5 @@ def test_errors_name_the_argument(device, op, name, wrong):
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_a_workspace_of_another_call(op):
     arguments = op_arguments(op, Case(B=2, T=70), "cuda")
-    with pytest.raises(RuntimeError, match=r"workspace has .* bytes, expected the .* of the first half"):
+    with pytest.raises(RuntimeError, match=r"workspace has .* bytes, expected the .* that begin returns"):
         getattr(ops, op)(**arguments | {"workspace": arguments["workspace"][256:]})

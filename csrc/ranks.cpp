@@ -1,4 +1,4 @@
-#include "halves.h"
+#include "ranks.h"
 
 #include "checks.h"
 #include "tensors.h"
@@ -13,9 +13,9 @@ void check_made(const Call& call, const char* name, const Tensor& tensor, Scalar
   check(has_dtype(tensor, dtype) && tensor.is_contiguous(), call.op, name, " has dtype ", dtype_string(tensor),
         tensor.is_contiguous() ? "" : " and is not contiguous", ", expected a contiguous ", dtype_string(dtype),
         " tensor");
-  check_shape(call.op, name, tensor, shape, "as the first half made it");
+  check_shape(call.op, name, tensor, shape, "as begin returned it");
   check(!tensor.is_cuda() || is_aligned(tensor), call.op, name,
-        " does not start at a multiple of 16 bytes, which the tensor of the first half does");
+        " does not start at a multiple of 16 bytes, which the tensor that begin returned does");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""The ops that are halves of the two passes: calls of all of them, and inputs whose states are the maps."""
+"""begin, replay and finish of the two passes: calls of all of them, and inputs whose states are the maps."""
 
 import torch
 
@@ -13,11 +13,11 @@ def by_name(op: str, arguments: dict):
     return getattr(ops, op)(**{name: arguments[name] for name in names if name in arguments})
 
 
-def run_halves(
+def run_begin_finish(
     arguments: dict, sequences: list[int], of_first: dict | None = None
 ) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """The outputs of both passes by name, and the maps of the forward and of the backward. `of_first` is what the first
-    halves are given instead."""
+    """The outputs of both passes by name, and the maps of the forward and of the backward. `of_first` is what begin is
+    given instead."""
     of_first = of_first or {}
     given = {"output_final_state": True, "map_sequences": sequences} | arguments
     maps, workspace, o = by_name(BEGIN[0], given | of_first)

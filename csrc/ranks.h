@@ -1,12 +1,11 @@
-// The two passes in halves, for context parallelism over ranks (flash_qla/cp/). The tokens of a sequence map its
-// state, and in reverse the gradient of its state:
+// The two passes in two ops each, begin and finish, for context parallelism over ranks (flash_qla/cp/). The tokens of a
+// sequence map its state, and in reverse the gradient of its state:
 //
 //     S' = M S + Z        dS = M^T dS' + dZ
 //
-// The first half does the work that needs no state of another rank, and returns the maps of some sequences. Ranks
-// exchange maps and fold them into the states at the start of their sequences, or into the gradients at the end. The
-// second half does the rest. Between the halves of the backward, replay computes the states again while gradients are
-// exchanged.
+// begin does the work that needs no state of another rank, and returns the maps of some sequences. Ranks exchange maps
+// and fold them into the states at the start of their sequences, or into the gradients at the end. finish does the
+// rest. Between the two of the backward, replay computes the states again while gradients are exchanged.
 //
 // Maps are a tensor [map_sequences, H_v, V + K, K], compute dtype: V rows of Z^T (dZ^T), then K rows of M^T (M). For a
 // V-first state or gradient: after = before @ map[V:] + map[:V]. If the sequence has an initial state S, the map has
@@ -18,15 +17,15 @@
 
 namespace flash_qla {
 
-// The first half returns these besides outputs. The parts after it take the workspace [bytes], in a call of the same
-// shapes. The CPU's is empty.
+// What begin returns besides outputs. The ops after it take the workspace [bytes], in a call of the same shapes. The
+// CPU's is empty.
 struct Begun {
   Tensor maps;
   Tensor workspace;
 };
 
-// The first half fills outputs that have tokens, as far as it computes them; the second half fills the others. Calls
-// are in_halves. The first half reads map_sequences; replay and the second half overwrite the workspace.
+// begin fills outputs that have tokens, as far as it computes them; finish fills the others. Calls are over_ranks.
+// begin reads map_sequences; replay and finish overwrite the workspace.
 Begun begin_forward_cpu(const Call& call, const ForwardOutputs& out);
 Begun begin_forward_cuda(const Call& call, const ForwardOutputs& out);
 void finish_forward_cpu(const Call& call, ForwardOutputs& out);
@@ -38,7 +37,7 @@ void replay_backward_cuda(const BackwardCall& call);
 void finish_backward_cpu(const BackwardCall& call, BackwardOutputs& out);
 void finish_backward_cuda(const BackwardCall& call, BackwardOutputs& out);
 
-// Throws unless the workspace and the outputs of the first half have its shapes and dtypes.
+// Throws unless the workspace and the outputs of begin have its shapes and dtypes.
 void check_workspace(const Call& call);
 void check_begun(const Call& call, const ForwardOutputs& out);
 void check_begun(const BackwardCall& call, const BackwardOutputs& out);
@@ -46,7 +45,7 @@ void check_begun(const BackwardCall& call, const BackwardOutputs& out);
 // Uninitialized maps.
 Tensor allocate_maps(const Call& call);
 
-// The first half before any token: maps [state; I] of states in the caller's layout, and an empty workspace.
+// begin before any token: maps [state; I] of states in the caller's layout, and an empty workspace.
 Begun begun_of_nothing(const Call& call, const std::optional<Tensor>& states);
 
 }  // namespace flash_qla
