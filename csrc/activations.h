@@ -7,7 +7,7 @@
 namespace flash_qla {
 
 struct ActivationArguments {
-  NamedTensor g, beta;                   // [B, T, H_v], any floating dtype; raw with their flags, else ready
+  NamedTensor g, beta;  // [B, T, H_v], any floating dtype; pre-activation with their flags, else activated
   const torch::stable::Tensor* A_log;    // [H_v], any floating dtype; needed with use_gate
   const torch::stable::Tensor* dt_bias;  // [H_v], any floating dtype, or null
   bool use_gate = true;

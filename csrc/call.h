@@ -20,12 +20,13 @@ using torch::stable::Tensor;
 
 // The arguments of all ops. An op leaves the arguments that it does not have at their defaults.
 struct Arguments {
-  Tensor q = undefined_tensor();     // [B, T, H_k, K]
-  Tensor k = undefined_tensor();     // [B, T, H_k, K]
-  Tensor v = undefined_tensor();     // [B, T, H_v, V]
-  Tensor g = undefined_tensor();     // [B, T, H_v] log decay, raw if use_gate; see GradientArguments for the backward
-  Tensor beta = undefined_tensor();  // [B, T, H_v], raw if use_beta_sigmoid
-  std::optional<double> scale;       // 1 / sqrt(K) by default; a Call always has it
+  Tensor q = undefined_tensor();  // [B, T, H_k, K]
+  Tensor k = undefined_tensor();  // [B, T, H_k, K]
+  Tensor v = undefined_tensor();  // [B, T, H_v, V]
+  Tensor g =
+      undefined_tensor();  // [B, T, H_v] log decay, pre-activation if use_gate; see GradientArguments for the backward
+  Tensor beta = undefined_tensor();     // [B, T, H_v], pre-activation if use_beta_sigmoid
+  std::optional<double> scale;          // 1 / sqrt(K) by default; a Call always has it
   std::optional<Tensor> initial_state;  // [N, H_v, K, V], or [N, H_v, V, K] if state_v_first
   std::optional<Tensor> cu_seqlens;     // [N + 1] int32 or int64
   std::optional<int64_t> max_seqlen;    // tokens of the longest sequence in cu_seqlens; only the speed depends on it

@@ -15,7 +15,8 @@ namespace flash_qla {
 
 namespace {
 
-// The values that a number may have. Infinite raw numbers are valid: a log decay of -inf, or a step size of 0.
+// The values that a number may have. Infinite pre-activation numbers are valid: a log decay of -inf, or a step size of
+// 0.
 enum class Allowed { kFinite, kLogDecay, kNotNan, kFiniteResult };
 
 // The largest beta |k|^2. A token's step multiplies the state along k by 1 - beta |k|^2, so beyond 2 the state grows
@@ -58,7 +59,7 @@ class Checker {
     check_slot("state_pool", pool, slot, allowed, pool.size(2));
   }
 
-  // Checks beta |k|^2 of the live tokens. The betas are raw with a beta_factor.
+  // Checks beta |k|^2 of the live tokens. The betas are pre-activation with a beta_factor.
   void check_steps(const auto& call, const Tensor& beta, std::optional<double> beta_factor,
                    const std::vector<bool>& live) const {
     const Tensor keys = on_cpu(call.k), betas = on_cpu(beta);
@@ -216,7 +217,7 @@ void check_common(const Checker& checker, const auto& call, const std::vector<bo
   checker.check("dt_bias", call.dt_bias, Allowed::kFinite);
 }
 
-// The factor of the sigmoid of raw betas.
+// The factor of the sigmoid of pre-activation betas.
 std::optional<double> factor_of_raw_beta(bool use_beta_sigmoid, bool allow_neg_eigval) {
   return use_beta_sigmoid ? std::optional(allow_neg_eigval ? 2.0 : 1.0) : std::nullopt;
 }

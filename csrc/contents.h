@@ -14,7 +14,7 @@ bool contents_are_checked();
 
 // Each throws std::runtime_error with the element, what was expected and what came. They check tokens of sequences that
 // have a slot, and states of a pool that are read. They do nothing unless contents_are_checked. That of a
-// BufferedDecodeCall checks its backlogs alone.
+// BufferedDecodeCall checks its replay buffers alone.
 void check_contents(const Call& call);
 void check_contents(const BackwardCall& call);
 void check_contents(const PrefillCall& call);

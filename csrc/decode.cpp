@@ -54,8 +54,8 @@ void check_tables(const DecodeCall& call) {
   }
 }
 
-// Checks a tensor of backlogs, [slots, heads, L, ..], which is written in place. Its dtype must be the compute dtype
-// or, with in_dtype_of_q, the dtype of q.
+// Checks a tensor of replay buffers, [slots, heads, L, ..], which is written in place. Its dtype must be the compute
+// dtype or, with in_dtype_of_q, the dtype of q.
 void check_backlog(const DecodeCall& call, const char* name, const Tensor& backlog, bool in_dtype_of_q,
                    std::initializer_list<int64_t> slot, const char* symbols) {
   const ScalarType compute_dtype = call.dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;

@@ -13,13 +13,13 @@ namespace flash_qla {
 
 // Indices are int32 or int64. An index of at most null_index is null: the sequence has no slot.
 struct DecodeArguments {
-  Tensor q = undefined_tensor();           // [B, T, H_k, K], any strides
-  Tensor k = undefined_tensor();           // [B, T, H_k, K]
-  Tensor v = undefined_tensor();           // [B, T, H_v, V]
-  Tensor a = undefined_tensor();           // [B, T, H_v], any floating dtype: raw gates, or g without A_log
-  Tensor b = undefined_tensor();           // [B, T, H_v], any floating dtype: raw betas if use_beta_sigmoid, or beta
-  std::optional<Tensor> A_log;             // [H_v], any floating dtype
-  std::optional<Tensor> dt_bias;           // [H_v], any floating dtype; only with A_log
+  Tensor q = undefined_tensor();  // [B, T, H_k, K], any strides
+  Tensor k = undefined_tensor();  // [B, T, H_k, K]
+  Tensor v = undefined_tensor();  // [B, T, H_v, V]
+  Tensor a = undefined_tensor();  // [B, T, H_v], any floating dtype: pre-activation gates, or g without A_log
+  Tensor b = undefined_tensor();  // [B, T, H_v], any floating dtype: pre-activation betas if use_beta_sigmoid, or beta
+  std::optional<Tensor> A_log;    // [H_v], any floating dtype
+  std::optional<Tensor> dt_bias;  // [H_v], any floating dtype; only with A_log
   Tensor state_pool = undefined_tensor();  // [slots, H_v, V, K], floating, 8 bits or more; written
   std::optional<Tensor> state_indices;     // [N] or [N, S]: the slot of the sequence's first state; n by default
   std::optional<double> scale;             // K^-0.5 by default
@@ -46,8 +46,8 @@ struct DecodeCall : DecodeArguments, Tokens {
   bool writes_back() const { return update_state && !write_indices; }
 };
 
-// The backlog of decode_gated_delta_rule_buffered: the steps that the state of a slot lacks, oldest first. A sequence's
-// backlog holds write_pos[n] of them. Step i decays the state by e^g and adds d k^T to it.
+// The replay buffer of decode_gated_delta_rule_buffered: the steps that the state of a slot lacks, oldest first. A
+// sequence's buffer holds write_pos[n] of them. Step i decays the state by e^g and adds d k^T to it.
 struct Backlog {
   Tensor d_cache = undefined_tensor();    // [slots, H_v, L, V], dtype of q or the compute dtype; written
   Tensor k_cache = undefined_tensor();    // [slots, H_k, L, K], as d_cache; written
@@ -67,7 +67,7 @@ DecodeCall make_decode_call(const char* op, DecodeArguments arguments);
 // mixed_qkv, a and b may lack the dimension T if each sequence has one token. Sets the arguments q, k, v, a and b.
 DecodeCall make_packed_decode_call(const char* op, const Tensor& mixed_qkv, DecodeArguments arguments);
 
-// make_decode_call for one token of each sequence, on states that lag.
+// make_decode_call for one token of each sequence, with deferred state writes.
 BufferedDecodeCall make_buffered_decode_call(const char* op, DecodeArguments arguments, Backlog backlog);
 
 // Throws if a table has an index out of range, or names a slot that is written twice. On a GPU this synchronizes.

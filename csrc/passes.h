@@ -20,15 +20,15 @@ struct ForwardOutputs {
 };
 
 // The gradients of q and k (before the l2norm), v, beta, g (not of its cumulative sum) and initial_state. Raw beta and
-// g get the gradients of the raw numbers. All are contiguous, except that dq, dk and dv may be parts of dmixed_qkv.
-// Tokens of no sequence have zeros.
+// g get the gradients of the pre-activation numbers. All are contiguous, except that dq, dk and dv may be parts of
+// dmixed_qkv. Tokens of no sequence have zeros.
 struct BackwardOutputs {
   Tensor dq = undefined_tensor();          // [B, T, H_k, K], dtype of q
   Tensor dk = undefined_tensor();          // [B, T, H_k, K], dtype of q
   Tensor dv = undefined_tensor();          // [B, T, H_v, V], dtype of q
   Tensor dmixed_qkv = undefined_tensor();  // [B, T, 2 H_k K + H_v V], dtype of q; only if the call is packed
-  Tensor db = undefined_tensor();          // [B, T, H_v], compute dtype, or dtype of the raw beta
-  Tensor dg = undefined_tensor();          // [B, T, H_v], compute dtype, or dtype of the raw g
+  Tensor db = undefined_tensor();          // [B, T, H_v], compute dtype, or dtype of the pre-activation beta
+  Tensor dg = undefined_tensor();          // [B, T, H_v], compute dtype, or dtype of the pre-activation g
   // The last three have the compute dtype. Without their argument they are empty tensors of shape [0].
   Tensor dh0 = undefined_tensor();       // shape of initial_state
   Tensor dA_log = undefined_tensor();    // [H_v]

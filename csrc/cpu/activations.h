@@ -1,4 +1,5 @@
-// Gates and betas on the CPU: tensors of any floating dtype, raw or ready, and their activations by value head.
+// Gates and betas on the CPU: tensors of any floating dtype, pre-activation or activated, and the activations by value
+// head.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>

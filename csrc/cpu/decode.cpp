@@ -171,7 +171,7 @@ class Decoder {
   T* const o_;
 };
 
-// The steps in the backlog of each sequence that has a slot.
+// The steps in the replay buffer of each sequence that has a slot.
 std::vector<int64_t> backlog_steps(const BufferedDecodeCall& call, const std::vector<Plan>& plans) {
   const cpu::Indices positions(call.write_pos);
   std::vector<int64_t> found(call.N);
@@ -221,7 +221,7 @@ class BufferedDecoder {
   }
 
  private:
-  // The places of a step of a backlog.
+  // The places of a step of a replay buffer.
   struct Step {
     int64_t d, k, g;
   };
@@ -232,7 +232,7 @@ class BufferedDecoder {
             .g = slot * call_.g_cache.stride(0) + head * L + i};
   }
 
-  // Writes the token as a step of the backlog, with S as the state before it. The backlog has the key before the
+  // Writes the token as a step of the replay buffer, with S as the state before it. The buffer has the key before the
   // l2norm, so the change includes the factor of the l2norm.
   void append(const Step& to, int64_t n, int64_t head, const cpu::PackedChunk<CT>& token, CT g,
               const cpu::Scratch<CT>& scratch) const {

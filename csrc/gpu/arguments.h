@@ -48,13 +48,13 @@ inline int64_t dtype_code(const Tensor& tensor) {
   }
 }
 
-// The Activation (layout.py) of raw gates: g, A_log and dt_bias with their dtypes.
+// The Activation (layout.py) of pre-activation gates: g, A_log and dt_bias with their dtypes.
 inline int64_t gate_activation(const Tensor& g, const Tensor& A_log, const std::optional<Tensor>& dt_bias) {
   const int64_t code = Activation::kGate | dtype_code(g) << Activation::kG | dtype_code(A_log) << Activation::kALog;
   return dt_bias ? code | Activation::kBias | dtype_code(*dt_bias) << Activation::kDtBias : code;
 }
 
-// The Activation of raw betas.
+// The Activation of pre-activation betas.
 inline int64_t beta_activation(const Tensor& beta, bool allow_neg_eigval) {
   const int64_t code = Activation::kSigmoid | dtype_code(beta) << Activation::kBeta;
   return allow_neg_eigval ? code | Activation::kTwice : code;

@@ -1,6 +1,6 @@
 // The backward on a Hopper GPU: the l2norm if it has kernels of its own, the plan, the chunks' gates and matrices, with
 // context parallelism the segments' maps and their scans. Then the replay of the states, the recurrence in reverse with
-// the gradients of the inputs, the gradients of raw gates and betas, and the backward of the l2norm.
+// the gradients of the inputs, the gradients of pre-activation gates and betas, and the backward of the l2norm.
 
 #include "gpu/arguments.h"
 #include "gpu/dispatch.h"

@@ -27,7 +27,7 @@ kernels::Dtype dtype_of(const Shape& shape) {
   return shape.fp16 ? kernels::Dtype::kFloat16 : kernels::Dtype::kBfloat16;
 }
 
-// Wide keys have fewer instances (kernels_tl/instances.py), for example no narrow tile. The tiles and the maps do not
+// K > 128 has fewer instances (kernels_tl/instances.py), for example no narrow tile. The tiles and the maps do not
 // depend on the dtype.
 bool has_tile(const ForwardShape& shape, int64_t tile) {
   return kernels::is_compiled(

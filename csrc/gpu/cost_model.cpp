@@ -17,7 +17,7 @@ constexpr double kStart = 5.4;                           // the first launch, an
 constexpr double kStartNarrow = 7.0, kStartWide = 8.05;  // chunk_forward around a CTA's chunks, by value tile
 constexpr double kStartFused = 7.0;                      // fused_forward around a CTA's chunks
 constexpr double kStartFusedA = 1;                       // the same, further, if it writes A
-constexpr double kSeveral = 4.5;                         // both: further, if a CTA draws several pieces
+constexpr double kSeveral = 4.5;                         // both: further, if a CTA draws several work tiles
 constexpr double kPlanFirst = 5;                         // fused_forward: further, if it waits for the plan
 constexpr double kMapStart = 4.4;                        // segment_maps and segment_scan, around their chunks
 constexpr double kMap = 0.092;                           // a map of a segment, even if it is negligible
@@ -30,11 +30,11 @@ constexpr double kSegmentMemory = 25;                    // the launches around 
 constexpr double kMatricesCta = 630, kMatricesHead = 1540;   // chunk_matrices: a CTA, and each of its heads
 constexpr double kMatricesL2norm = 780;                      // more for each CTA
 constexpr double kChunkNarrow = 2240, kChunkWide = 3270;     // chunk_forward: a chunk of a CTA, by value tile
-constexpr double kTurnNarrow = 6200, kTurnWide = 6500;       // a CTA's next piece of work, without its chunks
+constexpr double kNextNarrow = 6200, kNextWide = 6500;       // a CTA's next work tile, without its chunks
 constexpr double kChunkFused = 5130, kChunkFusedFull = 900;  // fused_forward: a chunk; more of it if all SMs are busy
 constexpr double kChunkFusedL2norm = 850, kChunkFusedA = 650;
 constexpr double kChunkFusedHalf = 1500;  // fp16: the inverse's factors have two TF32 parts
-constexpr double kTurnFused = 2160;
+constexpr double kNextFused = 2160;
 // More for a chunk of a segment, with its part of the chunks before the segment.
 constexpr double kChunkFusedCut = 500;
 // segment_maps: a chunk, if each map has an SM; and the time of an SM for a chunk of one map, if there are more maps.
@@ -49,12 +49,12 @@ constexpr double kStateWait = 2.05;
 
 // The backward, from a few batches.
 constexpr double kStartReplay = 7, kBackwardScan = 1.5;              // us
-constexpr double kChunkReplay = 3290, kTurnReplay = 9300;            // cycles: replay_states
+constexpr double kChunkReplay = 3290, kNextReplay = 9300;            // cycles: replay_states
 constexpr double kBackwardMapChunk = 2770, kReverseMapChunk = 3860;  // backward_maps: a chunk of M or Z, and of dZ
-constexpr double kPieceReverse = 23800, kChunkReverse = 14650;       // chunk_backward: around a piece, and a chunk
+constexpr double kTileReverse = 23800, kChunkReverse = 14650;        // chunk_backward: around a work tile, and a chunk
 constexpr double kL2norm = 5;                                        // us: the launches of the l2norm
 
-// Wide keys, on an H100. Products with a state take twice the cycles of K = 128; other products take as many as before.
+// K > 128, on an H100. Products with a state take twice the cycles of K = 128; other products take as many as before.
 // A step of segment_scan reads four times the bytes.
 constexpr double kWider = 1.7, kWiderScan = 4;
 constexpr double kStartGradients = 15;                       // us: replay_gradients and token_gradients around chunks
@@ -82,36 +82,35 @@ Lengths lengths(const ForwardShape& shape, double longest) {
   return {longest, std::min(longest, (total - longest) / others)};
 }
 
-// The time until the last piece of a batch has ended, in chunks. The SMs take the longest pieces first: whole segments,
-// then the sequences' last segments, which may be shorter. SMs that have one whole segment less than others take the
-// last segments that fit there. The other last segments run after all whole segments, in turns if they are more than
-// the SMs.
-double last_piece(const Lengths& chunks, double N, double segment, double pieces, double sms) {
+// The time until the last work tile of a batch has ended, in chunks. The SMs take the longest first: whole segments,
+// then the sequences' last segments, which may be shorter. These backfill SMs that are idle in the last full wave.
+// Those that do not fit there run after it, in waves if they are more than the SMs.
+double last_tile(const Lengths& chunks, double N, double segment, double tiles, double sms) {
   const double whole_of_longest = std::floor(chunks.longest / segment);
   const double whole_of_rest = std::floor(chunks.rest / segment);
-  const double whole = (whole_of_longest + (N - 1) * whole_of_rest) * pieces;
+  const double whole = (whole_of_longest + (N - 1) * whole_of_rest) * tiles;
   const double part = chunks.longest - whole_of_longest * segment, part_of_rest = chunks.rest - whole_of_rest * segment;
-  const double turns = std::ceil(whole / sms), free = turns * sms - whole;
+  const double waves = std::ceil(whole / sms), free = waves * sms - whole;
   const double longer = std::max(part, part_of_rest), shorter = std::min(part, part_of_rest);
-  const double longer_ones = ((longer == part) + (N - 1) * (longer == part_of_rest)) * pieces;
+  const double longer_ones = ((longer == part) + (N - 1) * (longer == part_of_rest)) * tiles;
   const double left = longer_ones - free * std::floor(segment / std::max(longer, 1.0));
   if (left > 0) {
-    return turns * segment + std::ceil(left / sms) * longer;
+    return waves * segment + std::ceil(left / sms) * longer;
   }
-  const double room = free * segment - (part + (N - 1) * part_of_rest) * pieces;
-  return turns * segment + (room < 0 ? shorter : 0);
+  const double room = free * segment - (part + (N - 1) * part_of_rest) * tiles;
+  return waves * segment + (room < 0 ? shorter : 0);
 }
 
-// The time until the last piece of a batch of whole sequences has ended, in chunks. An SM that is free takes the
-// longest piece that is left. A head of a sequence is `pieces` pieces.
-double last_whole_piece(const Lengths& chunks, double N, double pieces, double sms) {
-  const double turns = std::floor(pieces / sms), late = pieces - turns * sms;  // `late` SMs take one long piece more
-  const double early_end = turns * chunks.longest, late_end = early_end + (late > 0 ? chunks.longest : 0);
-  const double shorter = (N - 1) * pieces;
+// The time until the last work tile of a batch of whole sequences has ended, in chunks. An SM that is free takes the
+// longest work tile that is left. A sequence has `tiles` work tiles.
+double last_whole_tile(const Lengths& chunks, double N, double tiles, double sms) {
+  const double waves = std::floor(tiles / sms), late = tiles - waves * sms;  // `late` SMs take one long tile more
+  const double early_end = waves * chunks.longest, late_end = early_end + (late > 0 ? chunks.longest : 0);
+  const double shorter = (N - 1) * tiles;
   if (chunks.rest < 1 || shorter == 0) {
     return late_end;
   }
-  // Turns of short pieces on the other SMs that end by late_end.
+  // Waves of short tiles on the other SMs that end by late_end.
   const double meanwhile = late > 0 ? std::floor((late_end - early_end) / chunks.rest) : 0;
   const double left = shorter - meanwhile * (sms - late);
   if (left <= 0) {
@@ -129,14 +128,14 @@ struct Schedule {
   double key_tiles, map_tiles;  // tiles of a head's M, and of its value rows in maps
   double scan_parts;            // its parts in segment_scan
   double total;                 // chunks of a head
-  double length;                // chunks of the longest piece
+  double length;                // chunks of the longest work tile
   double parts, parts_of_rest;  // segments of the longest sequence, and of each other sequence
-  double pieces;                // segments of a head
-  double ctas, turns;           // pieces of all heads and tiles; the same for each SM
-  double in_turns;              // chunks that the busiest SM goes through
+  double segments;              // segments of a head
+  double work_tiles, waves;     // of all heads and segments; the same per SM
+  double busiest;               // chunks of the busiest SM
 };
 
-// Equal pieces go through the SMs in whole turns. Unequal pieces start with the longest, and short ones fill the SMs.
+// Equal work tiles go through the SMs in whole waves. Unequal ones start with the longest, and short ones fill the SMs.
 Schedule schedule(const ForwardShape& shape, const Lengths& chunks, int64_t segment_chunks,
                   int64_t value_tile = kWideTile) {
   const bool cut = segment_chunks > 0;
@@ -149,27 +148,27 @@ Schedule schedule(const ForwardShape& shape, const Lengths& chunks, int64_t segm
   s.length = cut ? segment : chunks.longest;
   s.parts = cut ? std::ceil(chunks.longest / segment) : 1;
   s.parts_of_rest = cut ? std::max(1.0, std::ceil(chunks.rest / segment)) : 1;
-  s.pieces = s.parts + (s.N - 1) * s.parts_of_rest;
+  s.segments = s.parts + (s.N - 1) * s.parts_of_rest;
   s.tiles = static_cast<double>(value_tiles(shape.V, value_tile));
   s.key_tiles = static_cast<double>(key_parts(shape.K));
   s.map_tiles = static_cast<double>(value_tiles(shape.V));
   s.scan_parts = static_cast<double>(value_tiles(shape.V, kScanColumns));
-  s.ctas = s.pieces * s.H_v * s.tiles;
-  s.turns = s.ctas / s.sms;
+  s.work_tiles = s.segments * s.H_v * s.tiles;
+  s.waves = s.work_tiles / s.sms;
   if (shape.N == 1 || chunks.longest == chunks.rest) {
     const bool has_rest = cut && std::fmod(chunks.longest, segment) != 0;
-    s.turns = has_rest ? std::max(1.0, s.turns) : std::ceil(s.turns);
-    s.in_turns = has_rest ? last_piece(chunks, s.N, segment, s.H_v * s.tiles, s.sms) : s.turns * s.length;
+    s.waves = has_rest ? std::max(1.0, s.waves) : std::ceil(s.waves);
+    s.busiest = has_rest ? last_tile(chunks, s.N, segment, s.H_v * s.tiles, s.sms) : s.waves * s.length;
     return s;
   }
-  s.turns = std::max(1.0, s.turns);
+  s.waves = std::max(1.0, s.waves);
   if (!cut) {
-    s.in_turns = last_whole_piece(chunks, s.N, s.H_v * s.tiles, s.sms);
+    s.busiest = last_whole_tile(chunks, s.N, s.H_v * s.tiles, s.sms);
     return s;
   }
   const double work = s.total * s.H_v * s.tiles / s.sms;
-  s.in_turns =
-      std::max(work + (s.turns > 1) * kUnbalanced * segment, last_piece(chunks, s.N, segment, s.H_v * s.tiles, s.sms));
+  s.busiest =
+      std::max(work + (s.waves > 1) * kUnbalanced * segment, last_tile(chunks, s.N, segment, s.H_v * s.tiles, s.sms));
   return s;
 }
 
@@ -196,11 +195,11 @@ constexpr double kMatrixBytes = 2 * 2 * kTriangle + 4 * ForwardGate::kCount * kC
 constexpr double kABytes = 2 * kChunk * kChunk;
 double state_bytes(const ForwardShape& shape) { return 4.0 * static_cast<double>(shape.K * shape.V); }
 
-// The time that is added if a CTA draws several pieces.
-double several_us(const Schedule& s) { return s.ctas > s.sms ? kSeveral : 0; }
+// The time that is added if a CTA draws several work tiles.
+double several_us(const Schedule& s) { return s.work_tiles > s.sms ? kSeveral : 0; }
 
 double fused_forward_us(const ForwardShape& shape, const Schedule& s, double more_cycles = 0) {
-  const double chunk = kChunkFused + more_cycles + std::min(1.0, s.ctas / s.sms) * kChunkFusedFull +
+  const double chunk = kChunkFused + more_cycles + std::min(1.0, s.work_tiles / s.sms) * kChunkFusedFull +
                        (shape.use_qk_l2norm ? kChunkFusedL2norm : 0) + (shape.low_level ? kChunkFusedA : 0) +
                        (shape.fp16 ? kChunkFusedHalf : 0);
   const double states = s.N * s.H_v * state_bytes(shape);
@@ -210,7 +209,7 @@ double fused_forward_us(const ForwardShape& shape, const Schedule& s, double mor
       chunks * (s.tiles * 2 * key_bytes(shape) + 2 * value_bytes(shape) + (shape.low_level ? kABytes : 0));
   const double start =
       kStartFused + (shape.low_level ? kStartFusedA : 0) + several_us(s) + (begins_early(shape) ? 0 : kPlanFirst);
-  return start + std::max(cycles_us(shape, s.in_turns * chunk + (s.turns - 1) * kTurnFused) + bytes_us(shape, waits),
+  return start + std::max(cycles_us(shape, s.busiest * chunk + (s.waves - 1) * kNextFused) + bytes_us(shape, waits),
                           bytes_us(shape, bytes + states));
 }
 
@@ -226,16 +225,16 @@ double chunk_matrices_us(const ForwardShape& shape, const Schedule& s, double pa
 
 double chunk_forward_us(const ForwardShape& shape, int64_t value_tile, const Schedule& s) {
   const bool narrow = value_tile == kNarrowTile;
-  const double chunk = narrow ? kChunkNarrow : kChunkWide, turn = narrow ? kTurnNarrow : kTurnWide;
+  const double chunk = narrow ? kChunkNarrow : kChunkWide, next = narrow ? kNextNarrow : kNextWide;
   const double bytes = s.H_v * s.total * (2 * key_bytes(shape) + 2 * value_bytes(shape) + kMatrixBytes) +
                        s.N * s.H_v * state_bytes(shape);
   const double start = (narrow ? kStartNarrow : kStartWide) + several_us(s);
-  const double work = start + cycles_us(shape, wider(shape, s.in_turns * chunk));
-  return cycles_us(shape, (s.turns - 1) * turn) + overlapped(work, bytes_us(shape, bytes));
+  const double work = start + cycles_us(shape, wider(shape, s.busiest * chunk));
+  return cycles_us(shape, (s.waves - 1) * next) + overlapped(work, bytes_us(shape, bytes));
 }
 
 // Segments of all heads, without the first segment of each sequence.
-double later_segments(const Schedule& s) { return (s.pieces - s.N) * s.H_v; }
+double later_segments(const Schedule& s) { return (s.segments - s.N) * s.H_v; }
 
 // Steps of segment_scan on the busiest SM, because a sequence's segments come one after the other.
 double scan_steps(const Schedule& s, double directions) {
@@ -278,7 +277,7 @@ double backward_maps_us(const ForwardShape& shape, const Schedule& s) {
 double replay_states_us(const ForwardShape& shape, const Schedule& s) {
   const double h = 2.0 * static_cast<double>(shape.K * shape.V);
   const double bytes = h + 2 * value_bytes(shape) + key_bytes(shape) + kMatrixBytes;
-  const double work = cycles_us(shape, wider(shape, s.in_turns * kChunkReplay) + (s.turns - 1) * kTurnReplay);
+  const double work = cycles_us(shape, wider(shape, s.busiest * kChunkReplay) + (s.waves - 1) * kNextReplay);
   return kStartReplay + overlapped(work, bytes_us(shape, s.H_v * s.total * bytes));
 }
 
@@ -286,15 +285,15 @@ double replay_states_us(const ForwardShape& shape, const Schedule& s) {
 double chunk_backward_us(const ForwardShape& shape, const Schedule& s) {
   const double h = 2.0 * static_cast<double>(shape.K * shape.V);
   const double bytes = h + 3 * value_bytes(shape) + 4 * key_bytes(shape) + kMatrixBytes;
-  const double work = cycles_us(shape, s.in_turns * kChunkReverse + s.turns * kPieceReverse);
+  const double work = cycles_us(shape, s.busiest * kChunkReverse + s.waves * kTileReverse);
   return overlapped(work, bytes_us(shape, s.H_v * s.total * bytes));
 }
 
-// With wide keys the same in two kernels. The first writes dS' and U, and the second reads them.
+// With K > 128 the same in two kernels. The first writes dS' and U, and the second reads them.
 double replay_gradients_us(const ForwardShape& shape, const Schedule& s) {
   const double dh = 2.0 * static_cast<double>(shape.K * shape.V);
   const double bytes = dh + 2 * value_bytes(shape) + 2 * key_bytes(shape) + kMatrixBytes;
-  const double work = cycles_us(shape, s.in_turns * kChunkReplayGradients + s.turns * kTurnReplay);
+  const double work = cycles_us(shape, s.busiest * kChunkReplayGradients + s.waves * kNextReplay);
   return overlapped(work, bytes_us(shape, s.H_v * s.total * bytes));
 }
 

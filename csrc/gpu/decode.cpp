@@ -77,7 +77,7 @@ kernels::IndexTable readable_table(const char* op, std::optional<Tensor>& table)
 
 using kernels::Path;  // DecodePath in kernels_tl/decode/decode.cuh
 
-// The dtype of an instance of decode. Instances of wide keys take both dtypes of 16 bits.
+// The dtype of an instance of decode. Instances of K > 128 take both dtypes of 16 bits.
 kernels::Dtype decode_dtype(ScalarType dtype, bool is_wide) {
   const bool has_16_bits = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
   return is_wide && has_16_bits ? kernels::Dtype::kBits16 : instance_dtype(dtype);
@@ -150,10 +150,10 @@ struct Shares {
 };
 
 // The number of places that prefetch their states into L2. A place has `ctas` CTAs. These are the CTAs that the SMs
-// take first, so they may begin before the preceding grid has ended. 0 if the call has more than `turns` turns, because
+// take first, so they may begin before the preceding grid has ended. 0 if the call has more than `waves` waves, because
 // such calls take 2 % more time with the prefetch (benchmarks/notes/decoding.md).
-int64_t first_places(int64_t places, int64_t ctas, int64_t turns, int64_t at_a_time) {
-  return places * ctas <= turns * at_a_time ? ceil_div(at_a_time, ctas) : 0;
+int64_t first_places(int64_t places, int64_t ctas, int64_t waves, int64_t at_a_time) {
+  return places * ctas <= waves * at_a_time ? ceil_div(at_a_time, ctas) : 0;
 }
 
 // The grid of a call on its instance.
@@ -175,9 +175,9 @@ class Grid {
   // CTAs of a sequence, with `groups` groups in each CTA.
   int64_t ctas_of(int64_t groups) const { return call_.H_v * ceil_div(call_.V, groups * limits_.group_rows()); }
 
-  // Takes the shares with the least cost. Larger CTAs begin less often; smaller CTAs spread more evenly. A turn of the
-  // SMs costs 1 + groups: the beginning of a CTA takes as long as one group. The turn costs half if no SM has a second
-  // CTA. The CTAs of the last turn are halved if the cost is then less (benchmarks/notes/decoding.md). Where a
+  // Takes the shares with the least cost. Larger CTAs begin less often; smaller CTAs spread more evenly. A wave of the
+  // SMs costs 1 + groups: the beginning of a CTA takes as long as one group. The wave costs half if no SM has a second
+  // CTA. The CTAs of the last wave are halved if the cost is then less (benchmarks/notes/decoding.md). Where a
   // CTA has only one group, CTAs are as small as they can be.
   Shares choose() const {
     if (!limits_.has_groups) {
@@ -187,7 +187,7 @@ class Grid {
     int64_t least = INT64_MAX;
     const auto consider = [&](int64_t groups, int64_t whole) {
       const int64_t ctas = ctas_of(groups), rest = 2 * (call_.N - whole);
-      const int64_t cost = half_turns(whole * ctas) * (1 + groups) + half_turns(rest * ctas) * (1 + groups / 2);
+      const int64_t cost = half_waves(whole * ctas) * (1 + groups) + half_waves(rest * ctas) * (1 + groups / 2);
       if (cost < least && whole + rest <= kMostSequences) {
         least = cost;
         best = {groups, whole, whole + rest};
@@ -195,18 +195,18 @@ class Grid {
     };
     for (const bool all : {true, false}) {
       for (int64_t groups = all ? 1 : 2; groups * limits_.group_rows() <= kDecodeTile; groups *= 2) {
-        const int64_t ctas = ctas_of(groups), in_full_turns = call_.N * ctas / at_a_time_ * at_a_time_ / ctas;
-        consider(groups, all ? call_.N : in_full_turns);
+        const int64_t ctas = ctas_of(groups), in_full_waves = call_.N * ctas / at_a_time_ * at_a_time_ / ctas;
+        consider(groups, all ? call_.N : in_full_waves);
       }
     }
     return best;
   }
 
-  int64_t half_turns(int64_t ctas) const { return 0 < ctas && ctas <= sm_count_ ? 1 : 2 * ceil_div(ctas, at_a_time_); }
+  int64_t half_waves(int64_t ctas) const { return 0 < ctas && ctas <= sm_count_ ? 1 : 2 * ceil_div(ctas, at_a_time_); }
 
   int64_t early_places(const Shares& shares) const {
-    const int64_t turns = has_fp32_states_ && !limits_.has_groups ? 1 : 2;
-    return first_places(shares.places, ctas_of(shares.groups), turns, at_a_time_);
+    const int64_t waves = has_fp32_states_ && !limits_.has_groups ? 1 : 2;
+    return first_places(shares.places, ctas_of(shares.groups), waves, at_a_time_);
   }
 
   const DecodeCall& call_;
@@ -215,7 +215,7 @@ class Grid {
   const bool has_fp32_states_;
 };
 
-// The Activation (layout.py) of the gates and betas, raw or ready.
+// The Activation (layout.py) of the gates and betas, pre-activation or activated.
 int64_t activations_of(const DecodeCall& call) {
   const int64_t gates =
       call.A_log ? gate_activation(call.a, *call.A_log, call.dt_bias) : dtype_code(call.a) << Activation::kG;
@@ -295,7 +295,7 @@ void launch(DecodeCall& call, const Tensor& o) {
                   instance, current_stream(call.q));
 }
 
-// The grid of a call on states that lag. A CTA has `parts` parts of the value rows.
+// The grid of a call with deferred state writes. A CTA has `parts` parts of the value rows.
 struct BufferedGrid {
   int64_t parts, early;
 };
@@ -318,8 +318,8 @@ BufferedGrid grid_of(const BufferedDecodeCall& call) {
   const auto ctas_of_sequence = [&](int64_t parts) { return call.H_v * ceil_div(call.V, parts * part_rows); };
   const int64_t parts =
       by_tensor_cores ? parts_of_cta(call.N * ctas_of_sequence(kDecodeWarps), at_a_time) : kDecodeWarps;
-  const int64_t turns = has_dtype(call.state_pool, ScalarType::Float) ? 1 : 2;
-  return {parts, first_places(call.N, ctas_of_sequence(parts), turns, at_a_time)};
+  const int64_t waves = has_dtype(call.state_pool, ScalarType::Float) ? 1 : 2;
+  return {parts, first_places(call.N, ctas_of_sequence(parts), waves, at_a_time)};
 }
 
 void launch(BufferedDecodeCall& call, const Tensor& o) {

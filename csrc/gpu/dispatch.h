@@ -50,7 +50,7 @@ struct Dispatch {
   int64_t early_ctas;      // of chunk_matrices: CTAs that find their chunks by themselves while chunk_plan runs
   bool over_ranks;
   bool short_maps_last;  // of segment_maps and backward_maps, see there
-  bool planned;  // chunk_plan runs. If not, fused_forward is the only kernel, and each CTA has one piece of work
+  bool planned;          // chunk_plan runs. If not, fused_forward is the only kernel, and each CTA has one work tile
   int64_t workspace_bytes;
   double predicted_us;  // the cost model's time on the GPU
 

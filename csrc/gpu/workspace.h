@@ -132,7 +132,7 @@ struct BackwardWorkspace : PassWorkspace {
   const bool has_v_new;
   const Region<uint16_t> v_new;  // [B * T, H_v, V]
   const Region<uint16_t> h;      // [chunk_slots, H_v, rows, K]: a chunk's first state
-  // Only with wide keys:
+  // Only with K > 128:
   const Region<uint16_t> dh;  // [chunk_slots, H_v, rows, K]: the gradient of the state after a chunk
   const Region<uint16_t> u;   // [B * T, H_v, V]
   // With all keys:

@@ -35,7 +35,7 @@ void check_cuda(cudaError_t status) {
   }
 }
 
-// A virtual GPU may hide its clocks: it is taken for an H100.
+// vGPUs may report zero clocks; assume an H100.
 Card card_of(const cudaDeviceProp& properties) {
   const double bytes_a_cycle = 2 * properties.memoryBusWidth / 8.0;
   const int sm_mhz = properties.clockRate / 1000;
