@@ -18,11 +18,14 @@ class Instance:
         module: "<folder>.<kernel>" for kernels_tl/<folder>/<kernel>.py, which has the function <kernel>(**params).
         params: arguments of that function, str, int or bool.
         spill_budget: bytes of spilled registers (stores + loads) that the build accepts.
+        facts: what the host asks of the instance, int or bool: facts_of(params) in C++. All instances of a kernel have
+            the same names.
     """
 
     module: str
     params: dict[str, str | int | bool] = field(default_factory=dict)
     spill_budget: int = 0
+    facts: dict[str, int | bool] = field(default_factory=dict)
 
     @property
     def kernel(self) -> str:

@@ -132,12 +132,12 @@ def header(compiled: list[Compiled]) -> str:
         parts.append(
             "\n\n".join(structs(variants[0])) + f"\n\n// Instances: {instances}.\n"
             f"void {kernel}(const {camel}Args& args, const {camel}Params& params, cudaStream_t stream);\n"
-            f"{_is_compiled(camel, variants)}"
+            f"{_is_compiled(camel, variants)}{_facts_of(camel, variants)}"
         )
     return f"""{NOTICE}
 // Launchers of the compiled kernels. They throw std::runtime_error with the kernel's name when no
 // instance has the given parameters or when the launch fails; an empty grid launches nothing.
-// is_compiled: whether an instance has the given parameters.
+// is_compiled: whether an instance has the given parameters; facts_of: what kernels_tl/instances.py has of it.
 
 #pragma once
 
@@ -163,6 +163,19 @@ def _is_compiled(camel: str, variants: list[Compiled]) -> str:
         return ""
     tests = " ||\n         ".join(_test(variant.instance) for variant in variants)
     return f"constexpr bool is_compiled(const {camel}Params& params) {{\n  return {tests};\n}}\n"
+
+
+def _facts_of(camel: str, variants: list[Compiled]) -> str:
+    facts = variants[0].instance.facts
+    if not facts:
+        return ""
+    types = {int: "int64_t", bool: "bool"}
+    rows = ""
+    for variant in variants:
+        values = ", ".join(json.dumps(variant.instance.facts[name]) for name in facts)
+        rows += f"  if {_test(variant.instance)} return {{{values}}};\n"
+    struct = struct_of(f"{camel}Facts", {name: types[type(value)] for name, value in facts.items()})
+    return f"{struct}\nconstexpr {camel}Facts facts_of(const {camel}Params& params) {{\n{rows}  return {{}};\n}}\n"
 
 
 def _test(instance: Instance) -> str:

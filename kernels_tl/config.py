@@ -19,20 +19,9 @@ from dataclasses import dataclass, replace
 from kernels_tl.layout import (
     COPY_THREADS,
     COPY_TILE,
-    DECODE_CTAS_BLOCKS,
-    DECODE_CTAS_BUFFERED,
-    DECODE_CTAS_BUFFERED_MMA,
-    DECODE_CTAS_KEY_FIRST,
-    DECODE_CTAS_MMA,
-    DECODE_CTAS_ONE_8,
-    DECODE_CTAS_ONE_16,
-    DECODE_CTAS_ROWS,
-    DECODE_CTAS_WIDE,
-    DECODE_CTAS_WIDE_KEY_FIRST,
     DECODE_PART_ROWS_MMA,
     DECODE_TILE,
     DECODE_WARP_ROWS,
-    DECODE_WARP_ROWS_WIDE,
     DECODE_WARPS,
     GATE_HEADS,
     GATE_TOKENS,
@@ -194,48 +183,56 @@ COPY_TOKENS = Tile(tile=COPY_TILE, consumers=COPY_THREADS, ctas=9)
 # Tile: parts of rows of queries or keys, NORM_PIECE channels per thread.
 L2NORM = Tile(tile=256, consumers=256)
 
-# Keyed by K, then by path. A suffix _16 or _8: the path with states of 16 or 8 bits. A CTA stores and loads most of its
-# spilled registers only once.
 DECODE_THREADS = DECODE_WARPS * WARP
 
 
-def decode_group(K, path):
-    """Value rows that the warps of a CTA of decode have at a time."""
-    return DECODE_WARPS * (DECODE_WARP_ROWS_WIDE if is_wide(K) and path == "one_token" else DECODE_WARP_ROWS)
+@dataclass(frozen=True)
+class DecodePath:
+    """A path of decode. `group`: the value rows that the warps of a CTA have at a time; a tile is one group or several.
+    `groups_in_shared`: the groups of a state's rows in shared memory."""
+
+    ctas: int  # per SM
+    groups_in_shared: int = 0
+    group: int = DECODE_WARPS * DECODE_WARP_ROWS
+    tile: int = DECODE_WARPS * DECODE_WARP_ROWS
+    spills: int = 0
+
+    @property
+    def facts(self):
+        """What csrc/gpu/decode.cpp needs for the grid."""
+        return {"ctas": self.ctas, "group_rows": self.group, "has_groups": self.tile > self.group}
 
 
-def decode_rows(ctas, K=NARROW_KEY, path="rows", **fields):
-    """A CTA that takes one such group."""
-    return Tile(tile=decode_group(K, path), consumers=DECODE_THREADS, ctas=ctas, **fields)
-
-
+# Keyed by K, then by path. A suffix _16 or _8: the path with states of 16 or 8 bits. A CTA stores and loads most of its
+# spilled registers only once. With K > 128 and one token a warp has half as many rows at a time.
+WIDE_GROUP = {"group": 16, "tile": 16}
 DECODE = {
     128: {
-        "one_token": decode_rows(DECODE_CTAS_ROWS),
-        "one_token_16": decode_rows(DECODE_CTAS_ONE_16),
-        "one_token_8": decode_rows(DECODE_CTAS_ONE_8),
-        "rows": decode_rows(DECODE_CTAS_ROWS, spills=128),
-        "rows_8": decode_rows(DECODE_CTAS_ROWS, spills=176),
-        "blocks": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BLOCKS),
-        "tensor_cores": Tile(tile=DECODE_TILE, consumers=DECODE_THREADS, ctas=DECODE_CTAS_MMA, spills=64),
-        "key_first": decode_rows(DECODE_CTAS_KEY_FIRST, spills=28),
+        "one_token": DecodePath(ctas=7),
+        "one_token_16": DecodePath(ctas=8),
+        "one_token_8": DecodePath(ctas=6, tile=DECODE_TILE),
+        "rows": DecodePath(ctas=7, groups_in_shared=1, spills=128),
+        "rows_8": DecodePath(ctas=7, groups_in_shared=1, spills=176),
+        "blocks": DecodePath(ctas=3, groups_in_shared=3, tile=DECODE_TILE),  # two are fetched and one is written
+        "tensor_cores": DecodePath(ctas=4, groups_in_shared=4, tile=DECODE_TILE),
+        "key_first": DecodePath(ctas=5, groups_in_shared=2),  # one is fetched and one is written
     },
     256: {
-        "one_token": decode_rows(DECODE_CTAS_ROWS, 256, "one_token"),
-        "one_token_16": decode_rows(DECODE_CTAS_ONE_16, 256, "one_token"),
-        "rows": decode_rows(DECODE_CTAS_WIDE, spills=248),
-        "key_first": decode_rows(DECODE_CTAS_WIDE_KEY_FIRST),
+        "one_token": DecodePath(ctas=7, **WIDE_GROUP),
+        "one_token_16": DecodePath(ctas=8, **WIDE_GROUP),
+        "rows": DecodePath(ctas=4, groups_in_shared=1, spills=248),
+        "key_first": DecodePath(ctas=2, groups_in_shared=2),
     },
 }
 
 
-def decode_tile(K, path, state_bytes):
-    """The Tile of a path of decode, with states whose numbers have state_bytes bytes."""
+def decode_path(K, path, state_bytes):
+    """The entry of a path of decode, with states whose numbers have state_bytes bytes."""
     return DECODE[K].get(f"{path}_{8 * state_bytes}", DECODE[K][path])
 
 
-# Keyed by whether tokens and states have one dtype.
+# Keyed by whether tokens and states have one dtype. Tile: parts of value rows, one or more per warp.
 DECODE_BUFFERED = {
-    False: decode_rows(DECODE_CTAS_BUFFERED),
-    True: Tile(tile=DECODE_PART_ROWS_MMA * DECODE_WARPS, consumers=DECODE_THREADS, ctas=DECODE_CTAS_BUFFERED_MMA),
+    False: Tile(tile=DECODE_WARP_ROWS * DECODE_WARPS, consumers=DECODE_THREADS, ctas=7),
+    True: Tile(tile=DECODE_PART_ROWS_MMA * DECODE_WARPS, consumers=DECODE_THREADS, ctas=6),
 }

@@ -25,15 +25,17 @@ DECODE_TYPES = [
 
 def decode_paths(dtype, K, state_dtype):
     """The paths of decode that are compiled for K and these dtypes. `tensor_cores` needs tokens and states in bf16,
-    because they are operands without a conversion. `blocks` needs fp32 states, because its lanes convert none. Both
-    have rows of up to 128 channels. States of 8 bits have V first, and `rows` takes one token as one_token does."""
-    if state_dtype == "float8":
-        return ("rows",) if is_wide(K) else ("one_token", "rows")
-    if is_wide(K):
-        return ("one_token", "rows", "key_first")
-    if dtype == state_dtype == "bfloat16":
-        return ("one_token", "tensor_cores", "key_first")
-    return ("one_token", "rows", *(("blocks",) if state_dtype == "float32" else ()), "key_first")
+    because they become factors without a conversion; `rows` takes the others. `blocks` needs fp32 states, because its
+    lanes convert none. States of 8 bits have V first, and with K > 128 `rows` takes one token too."""
+    by_tensor_cores = dtype == state_dtype == "bfloat16"
+    takes = {
+        "one_token": state_dtype != "float8" or not is_wide(K),
+        "rows": not by_tensor_cores,
+        "blocks": state_dtype == "float32",
+        "tensor_cores": by_tensor_cores,
+        "key_first": state_dtype != "float8",
+    }
+    return [path for path in takes if takes[path] and path in config.DECODE[K]]
 
 
 def normalizations(dtype, K):
@@ -110,7 +112,8 @@ INSTANCES = [
         Instance(
             "decode.decode",
             types | {"state_dtype": dtype, "path": path},
-            spill_budget=config.decode_tile(types["K"], path, state_bytes).spills,
+            spill_budget=config.decode_path(types["K"], path, state_bytes).spills,
+            facts=config.decode_path(types["K"], path, state_bytes).facts,
         )
         for types, state_dtypes in DECODE_TYPES
         for dtype, state_bytes in (state_dtypes | FLOAT8).items()
@@ -120,7 +123,7 @@ INSTANCES = [
         Instance(
             "decode.decode_buffered",
             types | {"state_dtype": dtype},
-            spill_budget=config.DECODE_BUFFERED[dtype == types["dtype"]].spills,
+            facts={"ctas": config.DECODE_BUFFERED[dtype == types["dtype"]].ctas},
         )
         for types in NARROW_TYPES
         for dtype in STATE_DTYPES

@@ -55,21 +55,14 @@ GATE_HEADS, GATE_TOKENS = 8, 32
 # decode.
 DECODE_WARPS = 4  # warps per CTA
 DECODE_WARP_ROWS = 8  # value rows of a state that a warp has at a time
-DECODE_WARP_ROWS_WIDE = 4  # the same with keys of more than 128 channels, on the path `one_token`
 DECODE_TOKENS = 8  # tokens prepared at a time
 DECODE_BLOCK = 4  # path `blocks`: tokens of a block
 DECODE_TILE = 128  # most value rows per CTA if tokens are processed together
 DECODE_LANES = 8  # path `blocks`: lanes that share a value row
 DECODE_LANE_ROWS = 2  # path `blocks`: value rows per lane
-# CTAs per SM: by path; with one token, on states of 16 bits and of 8 bits; with K > 128, on states [V, K] and on
-# states [K, V].
-DECODE_CTAS_ROWS, DECODE_CTAS_BLOCKS, DECODE_CTAS_MMA, DECODE_CTAS_KEY_FIRST = 7, 3, 4, 5
-DECODE_CTAS_ONE_16, DECODE_CTAS_ONE_8 = 8, 6
-DECODE_CTAS_WIDE, DECODE_CTAS_WIDE_KEY_FIRST = 4, 2
 
 # decode_buffered; MMA: if tokens and states have one dtype of 16 bits.
 DECODE_BACKLOG = 32  # most steps of a replay buffer, one per lane
-DECODE_CTAS_BUFFERED, DECODE_CTAS_BUFFERED_MMA = 7, 6  # CTAs per SM
 DECODE_PART_ROWS_MMA = 16  # value rows of a part of a CTA
 
 # Shared memory: bytes of padding after a row of a state; floats from one inverted diagonal block to the next; floats

@@ -81,7 +81,11 @@ BUNDLES = {
     "instances.py": """
 from build_tools.instance import Instance
 
-INSTANCES = [Instance("read", {"which": "first"}), Instance("read", {"which": "second"}), Instance("write")]
+INSTANCES = [
+    Instance("read", {"which": "first"}, facts={"rows": 8, "is_first": True}),
+    Instance("read", {"which": "second"}, facts={"rows": 4, "is_first": False}),
+    Instance("write"),
+]
 """,
     "rows.py": """
 import tilelang.language as T
@@ -95,9 +99,16 @@ class Rows(Bundle):
         super().__init__(x=T.Tensor([N], "float32"), N=N, factor=T.float32, unused=T.int32)
 
 
+class Scale(Bundle):
+    repeats = True
+
+    def __init__(self):
+        super().__init__(factor=T.float32)
+
+
 class Table(Bundle):
     def __init__(self):
-        super().__init__(count=T.int32, rows=Rows())
+        super().__init__(count=T.int32, rows=Rows(), left=Scale(), right=Scale())
 """,
     "read.py": """
 import tilelang.language as T
@@ -127,7 +138,7 @@ def write():
     def main(table: Table()):
         with T.Kernel(T.ceildiv(table.rows.N, 128), threads=128) as i:
             for j in T.Parallel(128):
-                table.rows.x[i * 128 + j] = table.rows.factor
+                table.rows.x[i * 128 + j] = table.rows.factor * table.left.factor + table.right.factor
 
     return main
 """,
@@ -305,11 +316,15 @@ def test_bundles(tmp_path):
     assert header.count(rows) == header.count("struct Rows") == 1, header
     assert "struct ReadArgs {\n  Rows rows;\n  void* y;\n};" in header
     assert "struct WriteArgs {\n  Table table;\n};" in header
-    table = "struct Table {\n  int64_t count;\n  Rows rows;\n};\n"
+    table = "struct Table {\n  int64_t count;\n  Rows rows;\n  Scale left;\n  Scale right;\n};\n"
+    assert header.count("struct Scale {\n  float factor;\n};\n") == 1, header
+    assert "struct ReadFacts {\n  int64_t rows;\n  bool is_first;\n};" in header
+    assert "if (params.which == Which::kSecond) return {4, false};" in header
     assert header.count(table) == header.count("struct Table") == 1 and rows in header.partition(table)[0], header
     assert "enum class Which { kFirst, kSecond };" in header and "struct ReadParams {\n  Which which;\n};" in header
     launchers = (package.parent / "out/launchers.cpp").read_text()
-    assert {"args.rows.factor", "args.table.rows.factor"} <= set(re.findall(r"args[.\w]*", launchers))
+    used = {"args.rows.factor", "args.table.rows.factor", "args.table.left.factor", "args.table.right.factor"}
+    assert used <= set(re.findall(r"args[.\w]*", launchers))
     assert "unused" not in launchers and "count" not in launchers
     registry = (package.parent / "out/registry.cpp").read_text()
     assert "if (params.which == Which::kFirst) return launch_read_first(args, stream);" in registry
@@ -317,7 +332,8 @@ def test_bundles(tmp_path):
 
 @pytest.mark.build
 @needs_tilelang
-def test_unused_variables_do_not_reach_ptxas(built):
+def test_unused_variables_do_not_reach_ptxas(built, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
     from build_tools.nvrtc import without_unused_variables
 
     unused = (

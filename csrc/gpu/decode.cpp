@@ -109,39 +109,6 @@ kernels::DecodeParams instance_of(const DecodeCall& call) {
   return found;
 }
 
-// Limits of a kernel: CTAs that an SM holds, whether a CTA may have several groups of value rows, and the value rows
-// that a warp has at a time.
-struct Limits {
-  int64_t ctas;
-  bool has_groups;
-  int64_t warp_rows = kDecodeWarpRows;
-
-  int64_t group_rows() const { return kDecodeWarps * warp_rows; }
-};
-
-Limits limits_of(const kernels::DecodeParams& instance) {
-  const bool is_wide = has_wide_keys(instance.K);
-  if (is_wide && instance.path != Path::kOneToken) {
-    return {instance.path == Path::kKeyFirst ? kDecodeCtasWideKeyFirst : kDecodeCtasWide, false};
-  }
-  switch (instance.path) {
-    case Path::kOneToken:
-      if (instance.state_dtype == kernels::Dtype::kFloat8) {
-        return {kDecodeCtasOne8, true};
-      }
-      return {instance.state_dtype == kernels::Dtype::kFloat32 ? kDecodeCtasRows : kDecodeCtasOne16, false,
-              is_wide ? kDecodeWarpRowsWide : kDecodeWarpRows};
-    case Path::kRows:
-      return {kDecodeCtasRows, false};
-    case Path::kBlocks:
-      return {kDecodeCtasBlocks, true};
-    case Path::kKeyFirst:
-      return {kDecodeCtasKeyFirst, false};
-    default:
-      return {kDecodeCtasMma, true};
-  }
-}
-
 // The division of value rows into CTAs. A CTA of the first `whole` sequences has `groups` groups of value rows; for
 // the other sequences two CTAs share them. `places` counts the sequences in the grid: one place for each of the first,
 // two for each of the others.
@@ -161,9 +128,9 @@ class Grid {
  public:
   Grid(const DecodeCall& call, const kernels::DecodeParams& instance)
       : call_(call),
-        limits_(limits_of(instance)),
+        facts_(kernels::facts_of(instance)),
         sm_count_(gpu_of(call.q).card.sm_count),
-        at_a_time_(sm_count_ * limits_.ctas),
+        at_a_time_(sm_count_ * facts_.ctas),
         has_fp32_states_(instance.state_dtype == kernels::Dtype::kFloat32) {}
 
   kernels::DecodeShares shares() const {
@@ -173,14 +140,14 @@ class Grid {
 
  private:
   // CTAs of a sequence, with `groups` groups in each CTA.
-  int64_t ctas_of(int64_t groups) const { return call_.H_v * ceil_div(call_.V, groups * limits_.group_rows()); }
+  int64_t ctas_of(int64_t groups) const { return call_.H_v * ceil_div(call_.V, groups * facts_.group_rows); }
 
   // Takes the shares with the least cost. Larger CTAs begin less often; smaller CTAs spread more evenly. A wave of the
   // SMs costs 1 + groups: the beginning of a CTA takes as long as one group. The wave costs half if no SM has a second
   // CTA. The CTAs of the last wave are halved if the cost is then less (benchmarks/notes/decoding.md). Where a
   // CTA has only one group, CTAs are as small as they can be.
   Shares choose() const {
-    if (!limits_.has_groups) {
+    if (!facts_.has_groups) {
       return {1, call_.N, call_.N};
     }
     Shares best = {};
@@ -194,7 +161,7 @@ class Grid {
       }
     };
     for (const bool all : {true, false}) {
-      for (int64_t groups = all ? 1 : 2; groups * limits_.group_rows() <= kDecodeTile; groups *= 2) {
+      for (int64_t groups = all ? 1 : 2; groups * facts_.group_rows <= kDecodeTile; groups *= 2) {
         const int64_t ctas = ctas_of(groups), in_full_waves = call_.N * ctas / at_a_time_ * at_a_time_ / ctas;
         consider(groups, all ? call_.N : in_full_waves);
       }
@@ -205,12 +172,12 @@ class Grid {
   int64_t half_waves(int64_t ctas) const { return 0 < ctas && ctas <= sm_count_ ? 1 : 2 * ceil_div(ctas, at_a_time_); }
 
   int64_t early_places(const Shares& shares) const {
-    const int64_t waves = has_fp32_states_ && !limits_.has_groups ? 1 : 2;
+    const int64_t waves = has_fp32_states_ && !facts_.has_groups ? 1 : 2;
     return first_places(shares.places, ctas_of(shares.groups), waves, at_a_time_);
   }
 
   const DecodeCall& call_;
-  const Limits limits_;
+  const kernels::DecodeFacts facts_;
   const int64_t sm_count_, at_a_time_;
   const bool has_fp32_states_;
 };
@@ -310,11 +277,10 @@ int64_t parts_of_cta(int64_t ctas, int64_t at_a_time) {
   return halves_of_two_calls_fit || next_call_fits_in_part ? kDecodeWarps / 2 : kDecodeWarps;
 }
 
-BufferedGrid grid_of(const BufferedDecodeCall& call) {
+BufferedGrid grid_of(const BufferedDecodeCall& call, const kernels::DecodeBufferedParams& instance) {
   const bool by_tensor_cores = has_dtype(call.state_pool, call.dtype);
   const int64_t part_rows = by_tensor_cores ? kDecodePartRowsMma : kDecodeWarpRows;
-  const int64_t ctas_of_sm = by_tensor_cores ? kDecodeCtasBufferedMma : kDecodeCtasBuffered;
-  const int64_t at_a_time = gpu_of(call.q).card.sm_count * ctas_of_sm;
+  const int64_t at_a_time = gpu_of(call.q).card.sm_count * kernels::facts_of(instance).ctas;
   const auto ctas_of_sequence = [&](int64_t parts) { return call.H_v * ceil_div(call.V, parts * part_rows); };
   const int64_t parts =
       by_tensor_cores ? parts_of_cta(call.N * ctas_of_sequence(kDecodeWarps), at_a_time) : kDecodeWarps;
@@ -325,7 +291,10 @@ BufferedGrid grid_of(const BufferedDecodeCall& call) {
 void launch(BufferedDecodeCall& call, const Tensor& o) {
   make_readable(call);
   std::optional<Tensor> write_pos = call.write_pos;
-  const BufferedGrid grid = grid_of(call);
+  const kernels::DecodeBufferedParams instance = {.dtype = instance_dtype(call.dtype),
+                                                  .K = instance_K(call.K),
+                                                  .state_dtype = instance_dtype(call.state_pool.scalar_type())};
+  const BufferedGrid grid = grid_of(call, instance);
   kernels::decode_buffered({.inputs = inputs_of(call),
                             .state_pool = call.state_pool.mutable_data_ptr(),
                             .backlog = {.d_cache = call.d_cache.mutable_data_ptr(),
@@ -347,10 +316,7 @@ void launch(BufferedDecodeCall& call, const Tensor& o) {
                             .d_slot = call.d_cache.stride(0),
                             .k_slot = call.k_cache.stride(0),
                             .g_slot = call.g_cache.stride(0)},
-                           {.dtype = instance_dtype(call.dtype),
-                            .K = instance_K(call.K),
-                            .state_dtype = instance_dtype(call.state_pool.scalar_type())},
-                           current_stream(call.q));
+                           instance, current_stream(call.q));
 }
 
 template <typename Call>

@@ -54,29 +54,15 @@ import tilelang.language as T
 
 from build_tools.bundle import Bundle
 from kernels_tl.bundles import IndexTable
-from kernels_tl.config import decode_group, decode_tile
+from kernels_tl.config import DECODE_THREADS, decode_path
 from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, dims, element_type, extern, memory_type
 from kernels_tl.core.cta import BYTES
-from kernels_tl.layout import (
-    DECODE_TILE,
-    NARROW_KEY,
-)
 
 # inputs of prefetch_state
 EARLY = {name: after(HINT) for name in ("state_indices_entries", "accepted_entries", "state_pool")}
 PRELUDE = """
 #include "decode/decode.cuh"
 """
-
-# Keyed by path: its name in decode/decode.cuh, and the groups of a state's rows in shared memory. `blocks` has two that
-# are fetched and one that is written, `key_first` one of each.
-PATHS = {
-    "one_token": ("kOneToken", 0),
-    "rows": ("kRows", 1),
-    "blocks": ("kBlocks", 3),
-    "tensor_cores": ("kTensorCores", DECODE_TILE // decode_group(NARROW_KEY, "tensor_cores")),
-    "key_first": ("kKeyFirst", 2),
-}
 
 
 class DecodeInputs(Bundle):
@@ -175,14 +161,14 @@ def decode(dtype, K, state_dtype, path):
     inputs = DecodeInputs(tokens, dtype)
     H_v, key_dim, value_dim = inputs.H_v, inputs.key_dim, inputs.value_dim
     strides = {name: T.dynamic(name, "int64") for name in ("slot_stride", "row_stride", "step_stride")}
-    name, groups_in_shared = PATHS[path]
-    GROUP = decode_group(K, path)
-    cta = decode_tile(K, path, BYTES[state_dtype])
-    TILE_BYTES = groups_in_shared * GROUP * K * BYTES[state_dtype]  # a tile of states in shared memory
+    entry = decode_path(K, path, BYTES[state_dtype])
+    GROUP = entry.group
+    TILE_BYTES = entry.groups_in_shared * GROUP * K * BYTES[state_dtype]  # a tile of states in shared memory
 
     element, state_element = element_type(dtype), element_type(state_dtype)
     share = f"decode_share<{GROUP}>"
-    function = f"decode<{element}, {state_element}, {K}, flash_qla::device::DecodePath::{name}, {GROUP}>"
+    enumerator = "k" + path.title().replace("_", "")
+    function = f"decode<{element}, {state_element}, {K}, flash_qla::device::DecodePath::{enumerator}, {GROUP}>"
 
     state_strides = (value_dim * key_dim, key_dim, 1)
     state_memory = memory_type(state_dtype)
@@ -211,10 +197,10 @@ def decode(dtype, K, state_dtype, path):
             T.ceildiv(value_dim, GROUP * shares.groups),
             H_v,
             shares.places,
-            threads=cta.threads,
+            threads=DECODE_THREADS,
             prelude=PRELUDE,
         ) as (tile, hv, place):
-            T.annotate_min_blocks_per_sm(cta.ctas)
+            T.annotate_min_blocks_per_sm(entry.ctas)
             if TILE_BYTES:
                 tiles = T.alloc_shared([TILE_BYTES], "uint8")
             if place < shares.early:

@@ -9,7 +9,7 @@ namespace flash_qla::device {
 
 constexpr int kWarp = 32;
 constexpr int kDecodeThreads = kDecodeWarps * kWarp;
-// A group: the value rows that a CTA has at a time. With K > 128 and one token groups are smaller (decode_group of
+// A group: the value rows that a CTA has at a time. With K > 128 and one token groups are smaller (DECODE of
 // kernels_tl/config.py).
 constexpr int kDecodeGroupRows = kDecodeWarps * kDecodeWarpRows;
 
