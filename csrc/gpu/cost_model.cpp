@@ -9,36 +9,27 @@ namespace flash_qla {
 
 namespace {
 
-// Fitted to all modes of 96 batches of equal sequences on an H100 and 88 on an H200, in bf16 with K = V = 128.
-// benchmarks/notes/plan_and_dispatch.md has the fit and each card's residual.
+// Fitted to `python benchmarks/dispatch.py` on an H100 and an H200, in bf16 with K = V = 128. A constant is here only
+// if choices need it; benchmarks/notes/plan_and_dispatch.md has the residual.
 //
-// Microseconds: launches and first loads, which a faster clock does not shorten.
-constexpr double kStart = 5.4;                           // the first launch, and chunk_matrices' first CTA
-constexpr double kStartNarrow = 7.0, kStartWide = 8.05;  // chunk_forward around a CTA's chunks, by value tile
-constexpr double kStartFused = 7.0;                      // fused_forward around a CTA's chunks
-constexpr double kStartFusedA = 1;                       // the same, further, if it writes A
-constexpr double kSeveral = 4.5;                         // both: further, if a CTA draws several work tiles
-constexpr double kPlanFirst = 5;                         // fused_forward: further, if it waits for the plan
-constexpr double kMapStart = 4.4;                        // segment_maps and segment_scan, around their chunks
-constexpr double kMap = 0.092;                           // a map of a segment, even if it is negligible
-constexpr double kScan = 0.64;                           // segment_scan of 32 columns: from a segment to the next
-constexpr double kSlotCta = 0.008;                       // a CTA of segment_maps that finds nothing to do
-constexpr double kIdleScan = 3;                          // segment_scan, if it finds nothing to do
-constexpr double kSegmentMemory = 25;                    // the launches around fused_forward over segments
+// Microseconds, which a faster clock does not shorten.
+constexpr double kStart = 6.5;         // a launch and the first loads of a CTA
+constexpr double kSeveral = 4.5;       // chunk_forward, fused_forward: further, if a CTA draws several work tiles
+constexpr double kMap = 0.092;         // a map of a segment, even if it is negligible
+constexpr double kScan = 0.64;         // segment_scan of 32 columns: from a segment to the next
+constexpr double kIdleScan = 3;        // segment_scan where no sequence is cut
+constexpr double kSlotCta = 0.008;     // a CTA of segment_maps where no sequence is cut
+constexpr double kSegmentMemory = 25;  // the launches around fused_forward over segments
 
 // SM cycles.
-constexpr double kMatricesCta = 630, kMatricesHead = 1540;   // chunk_matrices: a CTA, and each of its heads
-constexpr double kMatricesL2norm = 780;                      // more for each CTA
-constexpr double kChunkNarrow = 2240, kChunkWide = 3270;     // chunk_forward: a chunk of a CTA, by value tile
-constexpr double kNextNarrow = 6200, kNextWide = 6500;       // a CTA's next work tile, without its chunks
-constexpr double kChunkFused = 5130, kChunkFusedFull = 900;  // fused_forward: a chunk; more of it if all SMs are busy
-constexpr double kChunkFusedL2norm = 850, kChunkFusedA = 650;
-constexpr double kChunkFusedHalf = 1500;  // fp16: the inverse's factors have two TF32 parts
-constexpr double kNextFused = 2160;
-// More for a chunk of a segment, with its part of the chunks before the segment.
-constexpr double kChunkFusedCut = 500;
-// segment_maps: a chunk, if each map has an SM; and the time of an SM for a chunk of one map, if there are more maps.
-constexpr double kMapChunk = 2230, kMapChunkFull = 2630;
+constexpr double kMatrices = 1800;                        // chunk_matrices: a chunk and head
+constexpr double kChunkNarrow = 2240, kChunkWide = 3270;  // chunk_forward, replay_states: a chunk, by value tile
+constexpr double kChunkFused = 5130;                      // fused_forward: a chunk
+constexpr double kChunkMore = 750;  // the same, further, for each of: all SMs busy, l2norm, A, a cut; twice for fp16
+constexpr double kChunkReverse = 14650;    // chunk_backward: a chunk
+constexpr double kMapChunk = 2500;         // segment_maps, backward_maps: a chunk of M or Z
+constexpr double kReverseMapChunk = 3860;  // backward_maps: a chunk of dZ
+constexpr double kNext = 6000;             // a CTA's next work tile, without its chunks
 
 // A kernel reaches the part kMemoryEfficiency of the memory's peak rate. Its time is the kOverlap-norm of two times:
 // that of its arithmetic alone, and that of its bytes alone.
@@ -47,27 +38,15 @@ constexpr double kOverlap = 4;
 // fused_forward's SMs wait for the states that they write: kStateWait times the time of the bytes.
 constexpr double kStateWait = 2.05;
 
-// The backward, from a few batches.
-constexpr double kStartReplay = 7, kBackwardScan = 1.5;              // us
-constexpr double kChunkReplay = 3290, kNextReplay = 9300;            // cycles: replay_states
-constexpr double kBackwardMapChunk = 2770, kReverseMapChunk = 3860;  // backward_maps: a chunk of M or Z, and of dZ
-constexpr double kTileReverse = 23800, kChunkReverse = 14650;        // chunk_backward: around a work tile, and a chunk
-constexpr double kL2norm = 5;                                        // us: the launches of the l2norm
-
-// K > 128, on an H100. Products with a state take twice the cycles of K = 128; other products take as many as before.
-// A step of segment_scan reads four times the bytes.
+// With K > 128 products with a state take kWider times the cycles, and a step of segment_scan kWiderScan times the
+// time.
 constexpr double kWider = 1.7, kWiderScan = 4;
-constexpr double kStartGradients = 15;                       // us: replay_gradients and token_gradients around chunks
-constexpr double kChunkReplayGradients = 12500;              // replay_gradients: a chunk
-constexpr double kTokenPart = 9000, kTokenValueRows = 1000;  // token_gradients: a part of a chunk; 64 value rows of it
 
-// Segments of different lengths leave SMs idle at the end of a batch, for this part of a segment's time.
-constexpr double kUnbalanced = 0.15;
 // Only the device knows the gates. The model assumes that this part of the heads needs exact maps, as in the
 // benchmarks.
 constexpr double kExact = 0.25;
 // If only cu_seqlens have the lengths: the weight of batches in which one sequence has half of all tokens; the others
-// have equal sequences (benchmarks/notes/plan_and_dispatch.md).
+// have equal sequences.
 constexpr double kSkewed = 0.15;
 
 // The model's batch: one sequence of `longest` chunks, and the others of `rest` chunks each.
@@ -167,8 +146,7 @@ Schedule schedule(const ForwardShape& shape, const Lengths& chunks, int64_t segm
     return s;
   }
   const double work = s.total * s.H_v * s.tiles / s.sms;
-  s.busiest =
-      std::max(work + (s.waves > 1) * kUnbalanced * segment, last_tile(chunks, s.N, segment, s.H_v * s.tiles, s.sms));
+  s.busiest = std::max(work, last_tile(chunks, s.N, segment, s.H_v * s.tiles, s.sms));
   return s;
 }
 
@@ -198,39 +176,33 @@ double state_bytes(const ForwardShape& shape) { return 4.0 * static_cast<double>
 // The time that is added if a CTA draws several work tiles.
 double several_us(const Schedule& s) { return s.work_tiles > s.sms ? kSeveral : 0; }
 
-double fused_forward_us(const ForwardShape& shape, const Schedule& s, double more_cycles = 0) {
-  const double chunk = kChunkFused + more_cycles + std::min(1.0, s.work_tiles / s.sms) * kChunkFusedFull +
-                       (shape.use_qk_l2norm ? kChunkFusedL2norm : 0) + (shape.low_level ? kChunkFusedA : 0) +
-                       (shape.fp16 ? kChunkFusedHalf : 0);
+double fused_forward_us(const ForwardShape& shape, const Schedule& s, bool cut = false) {
+  const double more =
+      std::min(1.0, s.work_tiles / s.sms) + shape.use_qk_l2norm + shape.low_level + 2 * shape.fp16 + cut;
+  const double chunk = kChunkFused + more * kChunkMore;
   const double states = s.N * s.H_v * state_bytes(shape);
   const double waits = kStateWait * std::max(0.0, s.N * s.H_v * s.tiles - s.sms) * state_bytes(shape) / s.tiles;
   const double chunks = s.H_v * s.total;
   const double bytes =
       chunks * (s.tiles * 2 * key_bytes(shape) + 2 * value_bytes(shape) + (shape.low_level ? kABytes : 0));
-  const double start =
-      kStartFused + (shape.low_level ? kStartFusedA : 0) + several_us(s) + (begins_early(shape) ? 0 : kPlanFirst);
-  return start + std::max(cycles_us(shape, s.busiest * chunk + (s.waves - 1) * kNextFused) + bytes_us(shape, waits),
+  const double start = (begins_early(shape) ? 1 : 2) * kStart + several_us(s);
+  return start + std::max(cycles_us(shape, s.busiest * chunk + (s.waves - 1) * kNext) + bytes_us(shape, waits),
                           bytes_us(shape, bytes + states));
 }
 
 double chunk_matrices_us(const ForwardShape& shape, const Schedule& s, double part_of_heads = 1) {
-  // heads_per_cta of a full card. With this batch's heads_per_cta, more tokens could seem to take less time.
-  constexpr int64_t kManySlots = 1 << 20;
-  const double cta = kMatricesCta + (shape.use_qk_l2norm ? kMatricesL2norm : 0);
-  const double head = kMatricesHead + cta / static_cast<double>(heads_per_cta(shape, kManySlots));
   const double chunks = part_of_heads * s.H_v * s.total;
   const double bytes = 2 * key_bytes(shape) + kMatrixBytes + (shape.low_level ? kABytes : 0);
-  return kStart + overlapped(cycles_us(shape, wider(shape, chunks / s.sms * head)), bytes_us(shape, chunks * bytes));
+  return kStart +
+         overlapped(cycles_us(shape, wider(shape, chunks / s.sms * kMatrices)), bytes_us(shape, chunks * bytes));
 }
 
 double chunk_forward_us(const ForwardShape& shape, int64_t value_tile, const Schedule& s) {
-  const bool narrow = value_tile == kNarrowTile;
-  const double chunk = narrow ? kChunkNarrow : kChunkWide, next = narrow ? kNextNarrow : kNextWide;
+  const double chunk = value_tile == kNarrowTile ? kChunkNarrow : kChunkWide;
   const double bytes = s.H_v * s.total * (2 * key_bytes(shape) + 2 * value_bytes(shape) + kMatrixBytes) +
                        s.N * s.H_v * state_bytes(shape);
-  const double start = (narrow ? kStartNarrow : kStartWide) + several_us(s);
-  const double work = start + cycles_us(shape, wider(shape, s.busiest * chunk));
-  return cycles_us(shape, (s.waves - 1) * next) + overlapped(work, bytes_us(shape, bytes));
+  const double work = kStart + several_us(s) + cycles_us(shape, wider(shape, s.busiest * chunk));
+  return cycles_us(shape, (s.waves - 1) * kNext) + overlapped(work, bytes_us(shape, bytes));
 }
 
 // Segments of all heads, without the first segment of each sequence.
@@ -252,8 +224,8 @@ double composition_us(const ForwardShape& shape, const Schedule& s) {
 double maps_us(const ForwardShape& shape, const Schedule& s) {
   const double later = later_segments(s);
   const double maps = (s.key_tiles + s.map_tiles) * later;  // M and Z by tiles
-  const double chunk = std::max(kMapChunk, kMapChunkFull * kExact * maps / s.sms);
-  return kMapStart + cycles_us(shape, wider(shape, s.length * chunk)) + kMap * maps +
+  const double chunk = kMapChunk * std::max(1.0, kExact * maps / s.sms);
+  return kStart + cycles_us(shape, wider(shape, s.length * chunk)) + kMap * maps +
          scan_us(shape, kScan) * scan_steps(s, 1);
 }
 
@@ -266,26 +238,25 @@ double idle_us(const Schedule& s, int64_t segment_chunks, double directions = 1)
 // backward_maps, and segment_scan in both directions at the same time.
 double backward_maps_us(const ForwardShape& shape, const Schedule& s) {
   const double later = later_segments(s);
-  const double exact =
-      kExact * later * ((s.key_tiles + s.map_tiles) * kBackwardMapChunk + s.map_tiles * kReverseMapChunk);
+  const double exact = kExact * later * ((s.key_tiles + s.map_tiles) * kMapChunk + s.map_tiles * kReverseMapChunk);
   const double chunk = std::max(kReverseMapChunk, exact / s.sms);
-  return kMapStart + cycles_us(shape, wider(shape, s.length * chunk)) + kMap * (s.key_tiles + 2 * s.map_tiles) * later +
-         scan_us(shape, kBackwardScan) * scan_steps(s, 2);
+  return kStart + cycles_us(shape, wider(shape, s.length * chunk)) + kMap * (s.key_tiles + 2 * s.map_tiles) * later +
+         2 * scan_us(shape, kScan) * scan_steps(s, 2);
 }
 
 // Writes h and V_new, and reads k, v, L and the gates.
 double replay_states_us(const ForwardShape& shape, const Schedule& s) {
   const double h = 2.0 * static_cast<double>(shape.K * shape.V);
   const double bytes = h + 2 * value_bytes(shape) + key_bytes(shape) + kMatrixBytes;
-  const double work = cycles_us(shape, wider(shape, s.busiest * kChunkReplay) + (s.waves - 1) * kNextReplay);
-  return kStartReplay + overlapped(work, bytes_us(shape, s.H_v * s.total * bytes));
+  const double work = cycles_us(shape, wider(shape, s.busiest * kChunkWide) + (s.waves - 1) * kNext);
+  return kStart + overlapped(work, bytes_us(shape, s.H_v * s.total * bytes));
 }
 
 // Reads what the replay wrote, q, k, dO and the matrices; writes dQ, dK and dV.
 double chunk_backward_us(const ForwardShape& shape, const Schedule& s) {
   const double h = 2.0 * static_cast<double>(shape.K * shape.V);
   const double bytes = h + 3 * value_bytes(shape) + 4 * key_bytes(shape) + kMatrixBytes;
-  const double work = cycles_us(shape, s.busiest * kChunkReverse + s.waves * kTileReverse);
+  const double work = cycles_us(shape, s.busiest * kChunkReverse);
   return overlapped(work, bytes_us(shape, s.H_v * s.total * bytes));
 }
 
@@ -293,16 +264,16 @@ double chunk_backward_us(const ForwardShape& shape, const Schedule& s) {
 double replay_gradients_us(const ForwardShape& shape, const Schedule& s) {
   const double dh = 2.0 * static_cast<double>(shape.K * shape.V);
   const double bytes = dh + 2 * value_bytes(shape) + 2 * key_bytes(shape) + kMatrixBytes;
-  const double work = cycles_us(shape, s.busiest * kChunkReplayGradients + s.waves * kNextReplay);
+  const double work = cycles_us(shape, s.busiest * kWider * kChunkReverse / 2 + s.waves * kNext);
   return overlapped(work, bytes_us(shape, s.H_v * s.total * bytes));
 }
 
 double token_gradients_us(const ForwardShape& shape, const Schedule& s) {
   const double h = 2.0 * static_cast<double>(shape.K * shape.V);
   const double bytes = 2 * h + 5 * value_bytes(shape) + 4 * key_bytes(shape);
-  const double part = kTokenPart + kTokenValueRows * static_cast<double>(value_tiles(shape.V, kNarrowTile));
   const double parts = s.H_v * s.total * static_cast<double>(key_parts(shape.K));
-  return overlapped(cycles_us(shape, parts / s.sms * part), bytes_us(shape, s.H_v * s.total * bytes));
+  const double work = cycles_us(shape, parts / s.sms * kWider * kChunkReverse / 2);
+  return overlapped(work, bytes_us(shape, s.H_v * s.total * bytes));
 }
 
 // The time of the l2norm's kernels, the same in all modes. They read and write q and k, and later dq and dk.
@@ -311,7 +282,7 @@ double around_us(const BackwardShape& shape) {
   const double row = static_cast<double>(shape.K) * tokens;
   double us = 0;
   if (shape.use_qk_l2norm && !normalizes_inside(shape)) {
-    us += kL2norm + bytes_us(shape.forward(), 2 * row * static_cast<double>(shape.H_k) * (4 + 6));
+    us += kStart + bytes_us(shape.forward(), 2 * row * static_cast<double>(shape.H_k) * (4 + 6));
   }
   return us;
 }
@@ -324,7 +295,7 @@ double predict_batch(const ForwardShape& shape, const OneKernel&, const Lengths&
 double predict_batch(const ForwardShape& shape, const OneKernelOverSegments& path, const Lengths& chunks, bool cut) {
   const Schedule s = schedule(shape, chunks, cut ? path.segment_chunks : 0);
   return kSegmentMemory +
-         (cut ? chunk_matrices_us(shape, s, kExact) + maps_us(shape, s) + fused_forward_us(shape, s, kChunkFusedCut)
+         (cut ? chunk_matrices_us(shape, s, kExact) + maps_us(shape, s) + fused_forward_us(shape, s, true)
               : fused_forward_us(shape, s) + idle_us(s, path.segment_chunks));
 }
 
@@ -346,7 +317,7 @@ double predict_batch(const ForwardShape& shape, const TwoKernels& path, const Le
 double predict_batch(const ForwardShape& shape, const BackwardPath& path, const Lengths& chunks, bool cut) {
   const Schedule s = schedule(shape, chunks, cut ? path.segment_chunks : 0);
   const double gradients = has_wide_keys(shape.K)
-                               ? kStartGradients + replay_gradients_us(shape, s) + token_gradients_us(shape, s)
+                               ? 2 * kStart + replay_gradients_us(shape, s) + token_gradients_us(shape, s)
                                : chunk_backward_us(shape, s);
   return chunk_matrices_us(shape, s) + replay_states_us(shape, s) + gradients +
          with_maps_us(shape, s, path.segment_chunks, cut, 2);
