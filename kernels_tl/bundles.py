@@ -101,7 +101,8 @@ class IndexTable(Bundle):
     repeats = True
 
     def __init__(self):
-        super().__init__(entries=T.Tensor([1], "int32"), kind=T.int32, stride=T.int64, columns=T.int32)
+        entries = T.Tensor([1], "int32")  # an address: only Table reads entries, by kind
+        super().__init__(entries=entries, kind=T.int32, stride=T.int64, columns=T.int32)
 
     @property
     def exists(self):

@@ -27,7 +27,7 @@ class Decode {
   const DecodeTokens& tokens;
   const DecodeStates& states;
   Element* const o;
-  void* const tiles;  // shared memory for rows of the state: PATHS of decode.py has how many
+  void* const tiles;  // shared memory for rows of the state, groups_in_shared of DECODE in config.py
   const int64_t o_stride;
   const DecodeShare& share;
   const int K_, V_, N;
