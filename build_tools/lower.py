@@ -138,9 +138,10 @@ def lower(package: str, instance: Instance) -> Lowered:
     waits = "has_cuda_pdl_sync" in attributes
     early = getattr(module, "EARLY", {}) if waits else {}
     known = [param.name for param in prim_func.params] + [x.data.name for x in prim_func.buffer_map.values()]
-    for name in early:
-        if name not in known:
-            raise LoweringError(f"EARLY names {name}, which is no parameter")
+    for name, what in early.items():
+        for parameter in (name, *([what.where] if what.where else [])):
+            if parameter not in known:
+                raise LoweringError(f"EARLY names {parameter}, which is no parameter")
 
     return Lowered(
         source=patches.uniform_warpgroups(artifact.kernel_source),

@@ -52,8 +52,11 @@ def launch_of(path: Path, parameters: list[str]) -> str:
         for i, name in enumerate(names)
         if "*" in parameters[i] or "CUtensorMap" in parameters[i]
     ]
-    in_memory = {tensor for tensor, _, _ in tensors}
-    early = [(name, kernels) for name, kernels in about["early"].items() if name in in_memory]
+    early = [
+        (name, kernels, -1 if where is None else names.index(where))
+        for name, (kernels, where) in about["early"].items()
+        if name in {tensor for tensor, _, _ in tensors}
+    ]
     return initializer([about["kernel"], tensors, early])
 
 

@@ -42,6 +42,10 @@ bool has_ended(const std::string& name) {
   return found == last_of_kernel.end() || found->second <= now.start;
 }
 
+bool holds(const Early& early) {
+  return early.condition < 0 || *static_cast<const int32_t*>(kernel_arguments[early.condition]) != 0;
+}
+
 }  // namespace
 
 void begin_call() {
@@ -55,7 +59,7 @@ void begin(const Kernel& which, bool overlaps, void** arguments) {
   kernel_arguments = arguments;
   for (const Early& early : which.early) {
     for (const std::string& name : early.after) {
-      if (!has_ended(name)) {
+      if (holds(early) && !has_ended(name)) {
         fail((which.name + " may touch " + early.parameter + " before " + name + " has ended").c_str());
       }
     }
@@ -101,8 +105,9 @@ bool may_touch(const void* global, std::string& parameter) {
       owners.push_back(parameter);
     }
   }
-  return std::ranges::any_of(
-      kernel->early, [&](const Early& early) { return std::ranges::find(owners, early.parameter) != owners.end(); });
+  return std::ranges::any_of(kernel->early, [&](const Early& early) {
+    return std::ranges::find(owners, early.parameter) != owners.end() && holds(early);
+  });
 }
 
 }  // namespace emulator::launches

@@ -23,6 +23,7 @@ namespace emulator::launches {
 struct Early {
   std::string parameter;
   std::vector<std::string> after;  // kernels, "caller" or "hint"
+  int condition;                   // only if this argument is not 0; -1: always
 };
 
 // A parameter in memory: a pointer, or a descriptor of TMA.

@@ -8,6 +8,7 @@ number of tiles.
 """
 
 import math
+from typing import NamedTuple
 
 import tilelang
 import tilelang.language as T
@@ -122,12 +123,18 @@ def extern(name, *args, returns="handle"):
 #   CALLER                 all that ran before the call has ended: the caller's tensors are there, new memory is free
 #   HINT                   the values that are read change no result
 #
-# The emulator checks each launch by this declaration and, with --races, each access (emulator/include/launches.h).
+# `where` names an integer parameter: the kernel touches the parameter early only if its argument is not 0. The emulator
+# checks each launch by this declaration and, with --races, each access (emulator/include/launches.h).
 CALLER, HINT = "caller", "hint"
 
 
-def after(*kernels):
-    return kernels
+class Early(NamedTuple):
+    kernels: tuple[str, ...]
+    where: str | None = None  # an integer parameter; None: always
+
+
+def after(*kernels, where=None):
+    return Early(kernels, where)
 
 
 def load_early(number):

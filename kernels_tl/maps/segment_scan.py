@@ -50,8 +50,8 @@ from kernels_tl.maps.map_step import BOX, MAP_STAGES, map_step, prelude_of_scale
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {name: after("chunk_plan") for name in ("sequences", "segments")}
 EARLY |= {"needs_maps": after("segment_memory")}
-EARLY |= {name: after("backward_maps") for name in ("maps", "skips", "states")}
-EARLY |= {"initial_state": after(CALLER)}
+EARLY |= {name: after("backward_maps", where="concurrent") for name in ("maps", "skips", "states")}
+EARLY |= {"initial_state": after(CALLER, where="concurrent")}
 PRELUDE = """
 #include "core/state_tiles.cuh"
 #include "maps/scans.cuh"
