@@ -55,6 +55,7 @@ BUILD_SOURCES = [
     ROOT / "build_tools/lower.py",
     ROOT / "build_tools/tilelang_patches.py",
     ROOT / "build_tools/codegen.py",
+    ROOT / "build_tools/nvrtc.py",
     *sorted(nvrtc.PREAMBLE.parent.iterdir()),
 ]
 # Constants that device and host code share, and the header that is generated from them
