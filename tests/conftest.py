@@ -81,11 +81,12 @@ def pytest_cmdline_main(config):
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if is_whole and not option.markexpr and not option.keyword:
         option.markexpr = NOT_LONG  # in the workers, too
-    if hasattr(config, "workerinput") or not config.pluginmanager.hasplugin("xdist") or not no_gpu_reason():
+    if hasattr(config, "workerinput") or not config.pluginmanager.hasplugin("xdist"):
         return
-    if is_whole and option.numprocesses is None and not option.usepdb:
+    if no_gpu_reason() and is_whole and option.numprocesses is None and not option.usepdb:
         option.numprocesses, option.dist, option.loadscopereorder = len(os.sched_getaffinity(0)), "loadfile", False
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if option.numprocesses:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # or each worker has as many threads as there are cores
 
 
 @pytest.hookimpl(wrapper=True)

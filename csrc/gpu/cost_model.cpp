@@ -15,36 +15,36 @@ namespace {
 // Microseconds, which a faster clock does not shorten.
 constexpr double kStart = 6.5;         // a launch and the first loads of a CTA
 constexpr double kSeveral = 4.5;       // chunk_forward, fused_forward: further, if a CTA draws several work tiles
-constexpr double kMap = 0.092;         // a map of a segment, even if it is negligible
-constexpr double kScan = 0.64;         // segment_scan of 32 columns: from a segment to the next
+constexpr double kMap = 0.1;           // a map of a segment, even if it is negligible
+constexpr double kScan = 0.73;         // segment_scan of 32 columns: from a segment to the next
 constexpr double kIdleScan = 3;        // segment_scan where no sequence is cut
 constexpr double kSlotCta = 0.008;     // a CTA of segment_maps where no sequence is cut
 constexpr double kSegmentMemory = 25;  // the launches around fused_forward over segments
 
 // SM cycles.
-constexpr double kMatrices = 1800;                        // chunk_matrices: a chunk and head
-constexpr double kChunkNarrow = 2240, kChunkWide = 3270;  // chunk_forward, replay_states: a chunk, by value tile
+constexpr double kMatrices = 1600;                        // chunk_matrices: a chunk and head
+constexpr double kChunkNarrow = 2200, kChunkWide = 3270;  // chunk_forward, replay_states: a chunk, by value tile
 constexpr double kChunkFused = 5130;                      // fused_forward: a chunk
-constexpr double kChunkMore = 750;  // the same, further, for each of: all SMs busy, l2norm, A, a cut; twice for fp16
-constexpr double kChunkReverse = 14650;    // chunk_backward: a chunk
-constexpr double kMapChunk = 2500;         // segment_maps, backward_maps: a chunk of M or Z
-constexpr double kReverseMapChunk = 3860;  // backward_maps: a chunk of dZ
-constexpr double kNext = 6000;             // a CTA's next work tile, without its chunks
+constexpr double kChunkMore = 630;  // the same, further, for each of: all SMs busy, l2norm, A, a cut; twice for fp16
+constexpr double kChunkReverse = 14000;    // chunk_backward: a chunk
+constexpr double kMapChunk = 1900;         // segment_maps, backward_maps: a chunk of M or Z
+constexpr double kReverseMapChunk = 4400;  // backward_maps: a chunk of dZ
+constexpr double kNext = 7400;             // a CTA's next work tile, without its chunks
 
 // A kernel reaches the part kMemoryEfficiency of the memory's peak rate. Its time is the kOverlap-norm of two times:
 // that of its arithmetic alone, and that of its bytes alone.
 constexpr double kMemoryEfficiency = 0.8;
 constexpr double kOverlap = 4;
 // fused_forward's SMs wait for the states that they write: kStateWait times the time of the bytes.
-constexpr double kStateWait = 2.05;
+constexpr double kStateWait = 2.5;
 
 // With K > 128 products with a state take kWider times the cycles, and a step of segment_scan kWiderScan times the
 // time.
 constexpr double kWider = 1.7, kWiderScan = 4;
 
-// Only the device knows the gates. The model assumes that this part of the heads needs exact maps, as in the
-// benchmarks.
-constexpr double kExact = 0.25;
+// Only the device knows the gates. The model assumes that this part of the maps is exact. In the benchmarks all maps of
+// a quarter of the heads are, and short ones of the others.
+constexpr double kExact = 0.41;
 // If only cu_seqlens have the lengths: the weight of batches in which one sequence has half of all tokens; the others
 // have equal sequences.
 constexpr double kSkewed = 0.15;
