@@ -18,12 +18,10 @@ _EXPECTED = f"expected one of {', '.join(filter(None, ON + OFF))}"
 SWITCHES = {
     "FLASH_QLA_CHECK": "calls check the contents of their tensors",
     "FLASH_QLA_QUIET": "no warning that the CPU implementation is slow",
-    "FLASH_QLA_PYTHON_AUTOGRAD": "autograd runs in Python only",
     "FLASH_QLA_VLLM": "vLLM's layers run flash_qla",
     "FLASH_QLA_SGLANG": "SGLang's layers run flash_qla",
     "FLASH_QLA_ALLOW_SPILLS": "a build accepts kernels that spill registers",
 }
-TEXTS = {"FLASH_QLA_TORCH_FOLDERS": "a build makes autograd libraries for the PyTorch of these folders"}
 
 
 def is_on(name: str, warn: Callable[[str], None] = warnings.warn) -> bool:
@@ -49,8 +47,6 @@ def describe() -> list[str]:
         if name in SWITCHES:
             word = _word(name)
             effect = SWITCHES[name] if word in ON else "off" if word in OFF else f"off: {_EXPECTED}"
-        elif name in TEXTS:
-            effect = TEXTS[name]
         elif name.startswith("FLASH_QLA_"):
             effect = "no such variable"
         else:

@@ -67,8 +67,6 @@ class CMakeBuild(build_ext):
     @staticmethod
     def _copy_package(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("autograd_torch*.so"):  # perhaps for a PyTorch that is no longer there
-            old.unlink()
         for file in PACKAGE.iterdir():
             (folder / file.name).unlink(missing_ok=True)  # a process that has loaded the old library keeps it
             shutil.copy2(file, folder)

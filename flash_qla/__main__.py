@@ -88,7 +88,6 @@ def main() -> None:
         f"built    version {info.version}, kernels by TileLang {info.tilelang} and CUDA {info.cuda}"
         f" for {info.arch}, C++ for the stable ABI of PyTorch {info.torch_target} and newer"
     )
-    print(f"autograd {'in C++' if flash_qla.ops.autograd.IN_CPP else 'in Python'}")
     print_gpus()
     for line in flash_qla_environment.describe():
         print(f"variable {line}")

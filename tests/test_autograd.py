@@ -2,10 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import accuracy
 import pytest
@@ -23,10 +19,9 @@ from cases import (
 from dispatched import Ran
 from every_op import NAMES, make_call
 from reference import one_thread
-from subprocesses import run_python, run_side_by_side
+from subprocesses import run_side_by_side
 from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
-from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import checkpoint
 
 import flash_qla
@@ -36,7 +31,6 @@ ALL_FP64 = dict.fromkeys(("dtype", "g_dtype", "beta_dtype", "initial_state", "dh
 INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 L2NORM = {"keys": "raw", "use_qk_l2norm_in_kernel": True}
 INPUTS = ("q", "k", "v", "g", "beta")
-PYTHON_ONLY = "FLASH_QLA_PYTHON_AUTOGRAD"
 SLOW_BATCHES = pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap calls an op for each sample
 
 
@@ -62,22 +56,10 @@ def leaves_of(inputs: dict, names=tuple(GRADIENT_OF)) -> list[torch.Tensor]:
 # The formula
 
 
-def test_formula_of_a_call(device):
-    """A plain call has the formula in C++, if the package has it for this PyTorch; a call in a mode that in Python."""
-    library = "autograd_torch{}.{}.so".format(*torch.__version__.split("."))
-    in_cpp = Path(flash_qla.__file__).with_name(library).exists() and os.environ.get(PYTHON_ONLY) != "1"
-    assert in_cpp == flash_qla.ops.autograd.IN_CPP
-    inputs = make_inputs(Case(T=70), device)
-    for function in both_functions(inputs):
-        assert isinstance(function(*leaves_of(inputs))[0].grad_fn, BackwardCFunction) == (not in_cpp)
-        with Ran():
-            assert isinstance(function(*leaves_of(inputs))[0].grad_fn, BackwardCFunction)
-
-
 @pytest.mark.parametrize("name", (*GRADIENT_OF, "A_log", "dt_bias"))
 @pytest.mark.parametrize("loss", ("o", "state", "both"))
 def test_a_gradient_of_one_tensor(name, loss, device):
-    """The bits of its gradient among all, whatever else wants none: in a plain call, and with autograd in Python."""
+    """The bits of its gradient among all, whatever else wants none."""
     inputs = make_inputs(Case(lengths=(70, 3), use_gate_in_kernel=True), device)
     gradients = make_gradients(Case(lengths=(70, 3)), device)
     used = {"o": slice(1), "state": slice(1, 2), "both": slice(2)}[loss]
@@ -95,46 +77,6 @@ def test_a_gradient_of_one_tensor(name, loss, device):
             assert torch.equal(gradient([name]), expected)
         assert ran.ops == ["chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd"]
         assert expected.any() or (name, loss) == ("q", "state")
-
-
-WITHOUT_LIBRARY = """
-import sys, warnings
-sys.path.insert(0, {folder!r})
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import flash_qla
-import torch
-assert flash_qla.__file__ == {folder!r} + "/flash_qla/__init__.py" and not flash_qla.ops.autograd.IN_CPP
-(message,) = [str(x.message) for x in caught if "flash_qla" in str(x.message)]
-assert message.startswith("flash_qla: autograd is in Python, which is slower, because of {folder}/flash_qla/{name}: ")
-x, g = torch.rand(1, 3, 1, 8, requires_grad=True), torch.zeros(1, 3, 1)
-flash_qla.chunk_gated_delta_rule(x, x, x, g, g + 1)[0].sum().backward()
-assert x.grad.any()
-"""
-
-
-def test_a_library_that_does_not_load(tmp_path):
-    """Autograd in Python takes its place, with a warning."""
-    name = "autograd_torch{}.{}.so".format(*torch.__version__.split("."))
-    package = tmp_path / "flash_qla"
-    package.mkdir()
-    for path in Path(flash_qla.__file__).parent.iterdir():
-        if path.name not in (name, "__pycache__"):
-            (package / path.name).symlink_to(path)
-    (package / name).write_bytes(b"\x7fELF of another build")
-    run_python(WITHOUT_LIBRARY.format(folder=str(tmp_path), name=name), FLASH_QLA_QUIET="1", **{PYTHON_ONLY: ""})
-
-
-@pytest.mark.long
-@pytest.mark.skipif(os.environ.get(PYTHON_ONLY) == "1", reason="these are the tests of the formula in Python")
-def test_formula_in_python(tmp_path):
-    """All tests of this file, and those of gradients and of mutation, without autograd in C++."""
-    files = [Path(__file__).with_name(name) for name in ("test_autograd.py", "test_backward.py", "test_mutation.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *map(str, files)]
-    environment = os.environ | {PYTHON_ONLY: "1"}
-    # Elsewhere, because `-m` puts the current folder on sys.path, and the checkout's flash_qla/ may hold no library.
-    found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_a_miss_is_the_exit_status():
     """Of the command, with one gradient off by 2 %."""
     command = [__file__, *f"--set develop {CPU} 2 --no-timing".split()]
     code = BREAK_DV.format(command=command, tests=str(Path(__file__).parent))
-    wrong = start_python(code, FLASH_QLA_PYTHON_AUTOGRAD="1")  # where the fault is
+    wrong = start_python(code)
     printed, _ = wrong.communicate()
     misses = [line for line in printed.splitlines() if "MISS" in line]
     assert wrong.returncode == 1 and misses, printed

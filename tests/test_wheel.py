@@ -26,8 +26,6 @@ NAME = f"flash_qla_aot-{VERSION}"
 KERNELS = ROOT / "build/kernels"
 PYTHON = "cp{}{}".format(*sys.version_info)
 MODULE = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
-# Autograd for the PyTorch that builds the wheel
-AUTOGRAD = "autograd_torch{}.{}.so".format(*importlib.metadata.version("torch").split("."))
 OUTSIDE = Path(tempfile.gettempdir())  # in the checkout, `import flash_qla` would find the sources
 
 pytestmark = [
@@ -98,7 +96,7 @@ def test_a_wheel_is_for_its_python(wheel):
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flash_qla").rglob("*.py")}
     modules |= {"flash_qla_environment.py", "flash_qla_plugins.py"}
-    built = {f"flash_qla/{name}" for name in ("libflash_qla.so", MODULE, AUTOGRAD, "_layout.py")}
+    built = {f"flash_qla/{name}" for name in ("libflash_qla.so", MODULE, "_layout.py")}
     types = {str(path.relative_to(ROOT)) for path in (ROOT / "flash_qla").rglob("*.pyi")} | {"flash_qla/py.typed"}
     names = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
     about = {f"{NAME}.dist-info/{name}" for name in names}
@@ -113,8 +111,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 
 
 def test_binaries_share_no_cpp(wheel, tmp_path):
-    """Those for every torch have a libstdc++ of their own: they offer no part of it to the process and take none from
-    torch's libraries. The one function that they take throws errors, and its arguments are C's."""
+    """They have a libstdc++ of their own: they offer no part of it to the process and take none from torch's libraries.
+    The one function that they take throws errors, and its arguments are C's."""
     throws = "_ZN3c106detail14torchCheckFailEPKcS2_jS2_"  # c10::detail::torchCheckFail
     exports = {"libflash_qla.so": (r"flash_qla_\w+", [throws]), MODULE: ("PyInit__C", [])}
     for name, (pattern, of_torch) in exports.items():
@@ -124,29 +122,6 @@ def test_binaries_share_no_cpp(wheel, tmp_path):
         taken = [line.split()[-1] for line in run("nm", "-D", "--undefined-only", path).splitlines()]
         assert exported and all(re.fullmatch(pattern, symbol) for symbol in exported), exported
         assert [symbol for symbol in taken if symbol.startswith("_Z")] == of_torch
-
-
-def test_autograd_for_several_pytorches(tmp_path):
-    """CMake builds it for each release in FLASH_QLA_TORCH_FOLDERS, and for nothing that comes before a release."""
-    import cmake
-    import ninja
-    import torch
-
-    folders = []
-    for version in ("7.0.1", "7.2.0+cu150", "7.3.0a0+git12345"):
-        folders.append(tmp_path / version)
-        folders[-1].mkdir()
-        for name in ("include", "lib"):
-            (folders[-1] / name).symlink_to(Path(torch.__file__).with_name(name))
-        (folders[-1] / "version.py").write_text(f"__version__ = '{version}'\ndebug = False\n")
-    options = {"CMAKE_MAKE_PROGRAM": Path(ninja.BIN_DIR, "ninja"), "Python_EXECUTABLE": sys.executable}
-    command = [Path(cmake.CMAKE_BIN_DIR, "cmake"), "-G", "Ninja", "-S", ROOT, "-B", tmp_path / "build"]
-    environment = os.environ | {"FLASH_QLA_TORCH_FOLDERS": ";".join(map(str, folders))}
-    command += [f"-D{name}={value}" for name, value in options.items()]
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    targets = run(options["CMAKE_MAKE_PROGRAM"], "-C", tmp_path / "build", "-t", "targets", "all")
-    built = set(re.findall(r"^flash_qla/(autograd_\S+): ", targets, re.MULTILINE))
-    assert built == {AUTOGRAD, "autograd_torch7.0.so", "autograd_torch7.2.so"}
 
 
 def test_metadata(wheel):
@@ -166,12 +141,7 @@ def test_the_tag_is_true(wheel):
     newest = re.fullmatch(r"manylinux_2_(\d+)_x86_64", found["sym_tag"])
     assert newest and int(newest.group(1)) <= 28, found["sym_tag"]
     assert set(found["external_libs"]) == {"libtorch.so", "libtorch_cpu.so", "libc10.so"}
-    needed = {
-        version.split("_")[0]
-        for library, versions in found["versioned_symbols"].items()
-        for version in versions
-        if library != "libstdc++.so.6"  # the library of autograd shares it with torch
-    }
+    needed = {version.split("_")[0] for versions in found["versioned_symbols"].values() for version in versions}
     assert needed == {"GLIBC", "GCC"}
     assert not found["unsupported_isa"]
 

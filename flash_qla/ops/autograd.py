@@ -4,41 +4,16 @@ chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have one formula, the op c
 chunk_gated_delta_rule_packed has chunk_gated_delta_rule_packed_bwd. Autograd saves their inputs and nothing else. The
 other ops have no derivatives: the results of the backward's ops do not require gradients, nor do those of begin and
 finish, from which flash_qla/cp/passes.py builds a function that has gradients.
-
-Plain calls do all this in C++ (csrc/autograd/autograd.cpp), if the package was built for this PyTorch and the library
-loads.
 """
 
 import operator
-import re
-import warnings
 
 import torch
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from flash_qla import _binary
 from flash_qla.ops import schemas
-from flash_qla_environment import is_on
 
-
-def _load_library() -> bool:
-    """Loads csrc/autograd/autograd.cpp, which takes plain calls, if it was built for this PyTorch."""
-    # Only for releases: the C++ interface of what comes before them is unknown.
-    release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+\w+)?", torch.__version__)
-    path = _binary.PATH.with_name(f"autograd_torch{release[1]}.so") if release else None
-    if path is None or not path.exists() or is_on("FLASH_QLA_PYTHON_AUTOGRAD"):
-        return False
-    try:
-        torch.ops.load_library(path)
-    except OSError as error:  # such as a symbol that another build of this release lacks
-        reason = error.__cause__ or error
-        warnings.warn(f"flash_qla: autograd is in Python, which is slower, because of {reason}", stacklevel=2)
-        return False
-    return True
-
-
-IN_CPP = _load_library()
 _library = torch.library.Library("flash_qla", "FRAGMENT")  # the registrations live as long as this object
 
 
@@ -150,14 +125,13 @@ def _register_derivative(op, formula):
 
 
 def call(op, *args):
-    """op(*args). It skips autograd's part of the op, if that part is in Python and no gradients are requested.
+    """op(*args). It skips autograd's part of the op, which is in Python, if no gradients are requested.
 
     Compilers, modes, transforms of torch.func and forward-mode AD see the usual call. Inference mode skips that part by
     itself.
     """
     if (
-        IN_CPP
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
         or torch.is_inference_mode_enabled()
         or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
         or torch._C._are_functorch_transforms_active()
@@ -266,7 +240,7 @@ def _register_without_derivative(op):
         return results
 
     _library.impl(op, autograd, "Autograd", with_keyset=True)
-    if not IN_CPP and any(x.alias_info is not None and x.alias_info.is_write for x in op._schema.arguments):
+    if any(x.alias_info is not None and x.alias_info.is_write for x in op._schema.arguments):
         _library.impl(op, in_place, "ADInplaceOrView", with_keyset=True)  # inference mode skips autograd
 
 
