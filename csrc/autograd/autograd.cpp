@@ -15,6 +15,7 @@
 #include <array>
 #include <cstddef>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -32,16 +33,28 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using torch::jit::Stack;
 
-// A backward: its op, an op of the forward, and the tensors that have gradients, in the order of the results.
+// A result of a forward, and the name of its gradient.
+using Result = std::pair<const char*, const char*>;
+constexpr std::array kOAndState = {Result("o", "do"), Result("final_state", "dht")};
+
+// A backward: its op, an op of the forward, the forward's results that have gradients, and the tensors that have
+// gradients, in the order of the backward's results. A call without output_final_state lacks the last result.
 struct Separate {
   static constexpr const char *kOp = "flash_qla::chunk_gated_delta_rule_bwd",
                               *kForward = "flash_qla::chunk_gated_delta_rule";
+  static constexpr auto kResults = kOAndState;
   static constexpr std::array kDifferentiated = {"q", "k", "v", "beta", "g", "initial_state", "A_log", "dt_bias"};
 };
 struct Packed {
   static constexpr const char *kOp = "flash_qla::chunk_gated_delta_rule_packed_bwd",
                               *kForward = "flash_qla::chunk_gated_delta_rule_packed";
+  static constexpr auto kResults = kOAndState;
   static constexpr std::array kDifferentiated = {"mixed_qkv", "beta", "g", "initial_state", "A_log", "dt_bias"};
+};
+struct Norm {
+  static constexpr const char *kOp = "flash_qla::gated_rms_norm_bwd", *kForward = "flash_qla::gated_rms_norm";
+  static constexpr std::array kResults = {Result("y", "dy")};
+  static constexpr std::array kDifferentiated = {"o", "z", "weight"};
 };
 
 using Arguments = std::vector<c10::Argument>;
@@ -75,8 +88,7 @@ struct Backward {
 
   OperatorHandle op = op_of(Formula::kOp);
   size_t count = op.schema().arguments().size();
-  size_t grad_o = place(op.schema().arguments(), "do");
-  size_t grad_final_state = place(op.schema().arguments(), "dht");
+  std::array<size_t, Formula::kResults.size()> gradients;  // of the forward's results
   std::vector<Shared> tensors, options;
   // Indices in `tensors`
   std::array<size_t, Formula::kDifferentiated.size()> differentiated;
@@ -93,6 +105,8 @@ struct Backward {
         (is_tensor(argument) ? tensors : options).push_back({name, i});
       }
     }
+    std::ranges::transform(Formula::kResults, gradients.begin(),
+                           [&](const Result& x) { return place(op.schema().arguments(), x.second); });
     for (size_t i = 0; i < differentiated.size(); ++i) {
       differentiated[i] = index_of(Formula::kDifferentiated[i]);
     }
@@ -113,16 +127,18 @@ struct Backward {
 // Places in the arguments and results of a forward.
 template <typename Formula>
 struct Forward {
-  size_t count, output_final_state, o, final_state;
+  size_t count;
+  std::optional<size_t> output_final_state;
+  std::array<size_t, Formula::kResults.size()> results;
   std::vector<size_t> tensors, options;  // ordered as those of Backward
   std::array<size_t, Formula::kDifferentiated.size()> differentiated;
 
   explicit Forward(const OperatorHandle& op) {
     const Arguments& arguments = op.schema().arguments();
     count = arguments.size();
-    output_final_state = place(arguments, "output_final_state");
-    o = place(op.schema().returns(), "o");
-    final_state = place(op.schema().returns(), "final_state");
+    output_final_state = find(arguments, "output_final_state");
+    std::ranges::transform(Formula::kResults, results.begin(),
+                           [&](const Result& x) { return place(op.schema().returns(), x.first); });
     for (const auto& x : Backward<Formula>::get().tensors) {
       tensors.push_back(place(arguments, x.name));
     }
@@ -149,14 +165,14 @@ bool nothing_observes() {
 
 // The contents of a call's node, besides the tensors that may have gradients.
 struct Made {
-  variable_list results;  // o and, if it was asked for, the final state
+  variable_list results;  // those that have gradients and were asked for
   variable_list tensors;
   c10::impl::GenericList options{c10::AnyType::get()};
 };
 
 // Hands on the results, as functions of the tensors that have gradients.
 template <typename Formula>
-struct ChunkGatedDeltaRule : torch::autograd::Function<ChunkGatedDeltaRule<Formula>> {
+struct Derivable : torch::autograd::Function<Derivable<Formula>> {
   template <typename... Tensors>
   static variable_list forward(AutogradContext* context, Made made, const Tensors&...) {
     context->save_for_backward(std::move(made.tensors));
@@ -167,10 +183,10 @@ struct ChunkGatedDeltaRule : torch::autograd::Function<ChunkGatedDeltaRule<Formu
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    grads.resize(2);  // o's, and the final state's
+    grads.resize(Formula::kResults.size());
     // None for Made, which has no gradient
     variable_list found(1 + Formula::kDifferentiated.size());
-    if (!grads[0].defined() && !grads[1].defined()) {
+    if (std::ranges::none_of(grads, [](const at::Tensor& x) { return x.defined(); })) {
       return found;
     }
     const auto& b = Backward<Formula>::get();
@@ -183,9 +199,12 @@ struct ChunkGatedDeltaRule : torch::autograd::Function<ChunkGatedDeltaRule<Formu
     for (size_t i = 0; i < options.size(); ++i) {
       stack[b.options[i].place] = options.get(i);
     }
-    stack[b.grad_o] =
-        grads[0].defined() ? grads[0] : tensors[0].new_zeros(context->saved_data.at("shape").toDimVector());
-    stack[b.grad_final_state] = value_or_none(grads[1]);
+    if (!grads[0].defined()) {
+      grads[0] = tensors[0].new_zeros(context->saved_data.at("shape").toDimVector());
+    }
+    for (size_t i = 0; i < grads.size(); ++i) {
+      stack[b.gradients[i]] = value_or_none(grads[i]);
+    }
     if (at::GradMode::is_enabled() || !nothing_observes() || std::ranges::any_of(stack, has_tangent)) {
       b.op.callBoxed(stack);  // notes that its results cannot be differentiated again
     } else {
@@ -204,7 +223,7 @@ struct ChunkGatedDeltaRule : torch::autograd::Function<ChunkGatedDeltaRule<Formu
 template <typename Formula>
 variable_list differentiable(Made made, const std::array<at::Tensor, Formula::kDifferentiated.size()>& tensors) {
   const auto apply = [&](const auto&... x) {
-    return ChunkGatedDeltaRule<Formula>::apply(std::move(made), std::optional<at::Tensor>(x)...);
+    return Derivable<Formula>::apply(std::move(made), std::optional<at::Tensor>(x)...);
   };
   return std::apply(apply, tensors);
 }
@@ -243,20 +262,19 @@ void run(const Forward<Formula>& f, const OperatorHandle& op, DispatchKeySet key
   std::array<at::Tensor, Formula::kDifferentiated.size()> differentiated;
   std::ranges::transform(f.differentiated, differentiated.begin(),
                          [&](size_t i) { return tensor_or_undefined(arguments[i]); });
-  const bool output_final_state = arguments[f.output_final_state].toBool();
+  const bool lacks_last = f.output_final_state && !arguments[*f.output_final_state].toBool();
   {
     const at::AutoDispatchBelowAutograd guard;
     op.redispatchBoxed(below, stack);
   }
   const size_t first = stack->size() - op.schema().returns().size();
-  made.results.push_back((*stack)[first + f.o].toTensor());
-  if (output_final_state) {
-    made.results.push_back((*stack)[first + f.final_state].toTensor());
+  const auto places = std::span(f.results).first(f.results.size() - lacks_last);
+  for (const size_t i : places) {
+    made.results.push_back((*stack)[first + i].toTensor());
   }
   const variable_list results = differentiable<Formula>(std::move(made), differentiated);
-  (*stack)[first + f.o] = results[0];
-  if (output_final_state) {
-    (*stack)[first + f.final_state] = results[1];
+  for (size_t i = 0; i < places.size(); ++i) {
+    (*stack)[first + places[i]] = results[i];
   }
 }
 
@@ -300,10 +318,11 @@ void run_without_derivative(const OperatorHandle& op, DispatchKeySet keys, Stack
 }
 
 using BoxedFunction = torch::CppFunction (*)();
-constexpr std::array<std::pair<std::string_view, BoxedFunction>, 3> kDerivable = {{
+constexpr std::array<std::pair<std::string_view, BoxedFunction>, 4> kDerivable = {{
     {"flash_qla::chunk_gated_delta_rule", torch::CppFunction::makeFromBoxedFunction<&kernel<Separate>>},
     {"flash_qla::chunk_gated_delta_rule_fwd", torch::CppFunction::makeFromBoxedFunction<&kernel<Separate, true>>},
     {"flash_qla::chunk_gated_delta_rule_packed", torch::CppFunction::makeFromBoxedFunction<&kernel<Packed>>},
+    {"flash_qla::gated_rms_norm", torch::CppFunction::makeFromBoxedFunction<&kernel<Norm>>},
 }};
 
 // Calls use(name, schema) for each op of the package. A name with an underscore is of an op that is written in Python.
