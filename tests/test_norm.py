@@ -70,11 +70,9 @@ def test_values(device, V):
         check(case, make(case, device))
 
 
-@pytest.mark.parametrize(
-    "shape", ((8,), (5, 128), (33, 5, 512), (2, 3, 2, 5, 64), (1, 1, 1, 24), (700, 2, 64)), ids=str
-)
+@pytest.mark.parametrize("shape", ((8,), (5, 128), (33, 5, 512), (2, 3, 2, 5, 64), (1, 1, 1, 24)), ids=str)
 def test_shapes(device, shape):
-    """Any number of dimensions, and more rows than the CTAs of a small GPU have at once."""
+    """Any number of dimensions."""
     case = Case(shape)
     check(case, make(case, device))
 
@@ -96,16 +94,20 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("V", (128, 100))
+def many_tokens(device: str) -> int:
+    """So many that each CTA has rows of several tokens, several times."""
+    return 40 * (4 if device == "cpu" else torch.cuda.get_device_properties(0).multi_processor_count)
+
+
+@pytest.mark.parametrize(("V", "dtype"), ((128, torch.bfloat16), (100, torch.float16), (128, torch.float32)), ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 def test_layouts(device, layout, V, dtype):
     """The bits of contiguous tensors."""
-    case = Case((2, 7, 3, V), dtype)
+    case = Case((2, many_tokens(device), 3, V), dtype)
     tensors = make(case, device)
     strided = dict(zip(("o", "z", "dy"), LAYOUTS[layout]([tensors[x] for x in ("o", "z", "dy")]), strict=True))
     contiguous = {x: y.contiguous() for x, y in strided.items()}
-    assert equal(run(case, tensors | strided), run(case, tensors | contiguous))
+    assert equal(check(case, tensors | strided), run(case, tensors | contiguous))
 
 
 def test_more_dimensions_than_kernels_step_through(device):
