@@ -485,7 +485,7 @@ void gated_rms_norm(const Stack<kGatedRmsNorm>& stack) {
 }
 
 constexpr char kGatedRmsNormBwd[] =
-    "gated_rms_norm_bwd(Tensor dy, Tensor o, Tensor z, Tensor weight, float eps=1e-06, str activation=\"silu\", "
+    "gated_rms_norm_bwd(Tensor o, Tensor z, Tensor weight, Tensor dy, float eps=1e-06, str activation=\"silu\", "
     "bool norm_before_gate=True) -> (Tensor do, Tensor dz, Tensor dweight)";
 
 template <auto Backward>

@@ -132,7 +132,7 @@ def test_read_in_place(layout):
     size = o.numel() * o.element_size()
     for run_op, results in (
         (lambda: ops.gated_rms_norm(o, z, tensors["weight"]), 1),
-        (lambda: ops.gated_rms_norm_bwd(dy, o, z, tensors["weight"]), 2),
+        (lambda: ops.gated_rms_norm_bwd(o, z, tensors["weight"], dy), 2),
     ):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -219,7 +219,7 @@ o, z = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
 weight = torch.rand(8, requires_grad=True)
 y = flash_qla.gated_rms_norm(o, z, weight, activation="sigmoid")
 grads = torch.autograd.grad(y.sum(), (o, z, weight))
-expected = torch.ops.flash_qla.gated_rms_norm_bwd(torch.ones_like(y), o, z, weight, 1e-6, "sigmoid")
+expected = torch.ops.flash_qla.gated_rms_norm_bwd(o, z, weight, torch.ones_like(y), 1e-6, "sigmoid")
 print(all(torch.equal(x, y) for x, y in zip(grads, expected, strict=True)))
 with torch.no_grad():
     assert not flash_qla.gated_rms_norm(o, z, weight).requires_grad
@@ -252,7 +252,7 @@ def test_opcheck(device, case):
     tensors = make(case, device)
     dy, forward = tensors.pop("dy"), list(tensors.values())
     options = (case.eps, case.activation, case.norm_before_gate)
-    torch.library.opcheck(ops.gated_rms_norm_bwd.default, (dy, *forward, *options))
+    torch.library.opcheck(ops.gated_rms_norm_bwd.default, (*forward, dy, *options))
     for x in forward:
         x.requires_grad_()
     torch.library.opcheck(ops.gated_rms_norm.default, (*forward, *options))
@@ -291,8 +291,8 @@ def test_large_tensors():
         x[-1000:] = part
     y = flash_qla.gated_rms_norm(*large[:2], weight)
     assert torch.equal(y[-1000:], flash_qla.gated_rms_norm(o, z, weight)) and not y[:-1000].any()
-    do, dz, dweight = ops.gated_rms_norm_bwd(large[2], *large[:2], weight)
-    expected = ops.gated_rms_norm_bwd(dy, o, z, weight)
+    do, dz, dweight = ops.gated_rms_norm_bwd(*large[:2], weight, large[2])
+    expected = ops.gated_rms_norm_bwd(o, z, weight, dy)
     assert torch.equal(do[-1000:], expected[0]) and torch.equal(dz[-1000:], expected[1])
     assert (dweight - expected[2]).norm() <= 1e-6 * expected[2].norm()
 
@@ -300,13 +300,12 @@ def test_large_tensors():
 @pytest.mark.gpu
 def test_cuda_graph():
     """Captured once, replayed on other numbers."""
-    case = Case((2, 300, 4, 128))
-    first = make(case, "cuda")
-    names, leaves = ("o", "z", "weight", "dy"), {x: y.clone() for x, y in first.items()}
+    first = make(Case((2, 300, 4, 128)), "cuda")
+    buffers = {x: y.clone() for x, y in first.items()}
 
     def step():
-        y = ops.gated_rms_norm(*(leaves[x] for x in names[:3]))
-        return y, *ops.gated_rms_norm_bwd(*(leaves[x] for x in ("dy", *names[:3])))
+        o, z, weight, dy = buffers.values()
+        return ops.gated_rms_norm(o, z, weight), *ops.gated_rms_norm_bwd(o, z, weight, dy)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -316,8 +315,8 @@ def test_cuda_graph():
     with torch.cuda.graph(graph):
         results = step()
     for scale in (1, -2):
-        for x in names:
-            leaves[x].copy_(scale * first[x])
+        for x, buffer in buffers.items():
+            buffer.copy_(scale * first[x])
         for x in results:
             x.fill_(torch.nan)
         graph.replay()
