@@ -13,6 +13,7 @@
 #include "checks.h"
 #include "contents.h"
 #include "decode.h"
+#include "norm.h"
 #include "overlap.h"
 #include "passes.h"
 #include "prefill.h"
@@ -115,6 +116,16 @@ constexpr auto kFields<Backlog> = std::tuple{
     Field{"d_cache", &Backlog::d_cache},         Field{"k_cache", &Backlog::k_cache},
     Field{"g_cache", &Backlog::g_cache},         Field{"write_pos", &Backlog::write_pos},
     Field{"force_flush", &Backlog::force_flush},
+};
+template <>
+constexpr auto kFields<NormArguments> = std::tuple{
+    Field{"o", &NormArguments::o},
+    Field{"z", &NormArguments::z},
+    Field{"weight", &NormArguments::weight},
+    Field{"eps", &NormArguments::eps},
+    Field{"activation", &NormArguments::activation},
+    Field{"norm_before_gate", &NormArguments::norm_before_gate},
+    Field{"dy", &NormArguments::grad_y},
 };
 
 namespace {
@@ -462,13 +473,36 @@ void decode_gated_delta_rule_buffered(const Stack<kDecodeGatedDeltaRuleBuffered>
   stack.give(run_on_pool<DecodeBuffered>(make_buffered_decode_call(stack.kOp, std::move(a), std::move(backlog))));
 }
 
+constexpr char kGatedRmsNorm[] =
+    "gated_rms_norm(Tensor o, Tensor z, Tensor weight, float eps=1e-06, str activation=\"silu\", "
+    "bool norm_before_gate=True) -> Tensor y";
+
+template <auto Norm>
+void gated_rms_norm(const Stack<kGatedRmsNorm>& stack) {
+  NormArguments a;
+  stack.take(a);
+  stack.give(Norm(make_norm_call(stack.kOp, std::move(a), /*is_backward=*/false)));
+}
+
+constexpr char kGatedRmsNormBwd[] =
+    "gated_rms_norm_bwd(Tensor o, Tensor z, Tensor weight, Tensor dy, float eps=1e-06, str activation=\"silu\", "
+    "bool norm_before_gate=True) -> (Tensor do, Tensor dz, Tensor dweight)";
+
+template <auto Backward>
+void gated_rms_norm_bwd(const Stack<kGatedRmsNormBwd>& stack) {
+  NormArguments a;
+  stack.take(a);
+  NormGradients out = Backward(make_norm_call(stack.kOp, std::move(a), /*is_backward=*/true));
+  stack.give(std::move(out.grad_o), std::move(out.dz), std::move(out.dweight));
+}
+
 template <const char* kSchema, void (*Op)(const Stack<kSchema>&)>
 void implement(torch::stable::detail::StableLibrary& m) {
   m.impl(Schema<kSchema>::kOp, boxed<kSchema, Op>);
 }
 
 template <auto Forward, auto Backward, auto BeginForward, auto FinishForward, auto BeginBackward, auto ReplayBackward,
-          auto FinishBackward, auto Prefill, auto Decode, auto DecodeBuffered>
+          auto FinishBackward, auto Prefill, auto Decode, auto DecodeBuffered, auto Norm, auto NormBackward>
 void register_for_device(torch::stable::detail::StableLibrary& m) {
   implement<kChunkGatedDeltaRule, chunk_gated_delta_rule<Forward>>(m);
   implement<kChunkGatedDeltaRuleFwd, chunk_gated_delta_rule_fwd<Forward>>(m);
@@ -484,6 +518,8 @@ void register_for_device(torch::stable::detail::StableLibrary& m) {
   implement<kDecodeGatedDeltaRule, decode_gated_delta_rule<Decode>>(m);
   implement<kDecodeGatedDeltaRulePacked, decode_gated_delta_rule_packed<Decode>>(m);
   implement<kDecodeGatedDeltaRuleBuffered, decode_gated_delta_rule_buffered<DecodeBuffered>>(m);
+  implement<kGatedRmsNorm, gated_rms_norm<Norm>>(m);
+  implement<kGatedRmsNormBwd, gated_rms_norm_bwd<NormBackward>>(m);
 }
 
 }  // namespace
@@ -505,18 +541,22 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
   m.def(flash_qla::kDecodeGatedDeltaRule);
   m.def(flash_qla::kDecodeGatedDeltaRulePacked);
   m.def(flash_qla::kDecodeGatedDeltaRuleBuffered);
+  m.def(flash_qla::kGatedRmsNorm);
+  m.def(flash_qla::kGatedRmsNormBwd);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
   flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::begin_forward_cpu,
                                  flash_qla::finish_forward_cpu, flash_qla::begin_backward_cpu,
                                  flash_qla::replay_backward_cpu, flash_qla::finish_backward_cpu, flash_qla::prefill_cpu,
-                                 flash_qla::decode_cpu, flash_qla::decode_buffered_cpu>(m);
+                                 flash_qla::decode_cpu, flash_qla::decode_buffered_cpu, flash_qla::gated_rms_norm_cpu,
+                                 flash_qla::gated_rms_norm_backward_cpu>(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
   flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda, flash_qla::begin_forward_cuda,
                                  flash_qla::finish_forward_cuda, flash_qla::begin_backward_cuda,
                                  flash_qla::replay_backward_cuda, flash_qla::finish_backward_cuda,
-                                 flash_qla::prefill_cuda, flash_qla::decode_cuda, flash_qla::decode_buffered_cuda>(m);
+                                 flash_qla::prefill_cuda, flash_qla::decode_cuda, flash_qla::decode_buffered_cuda,
+                                 flash_qla::gated_rms_norm_cuda, flash_qla::gated_rms_norm_backward_cuda>(m);
 }

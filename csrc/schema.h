@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <tuple>
 #include <type_traits>
@@ -86,6 +87,8 @@ template <>
 constexpr std::string_view kSchemaType<int64_t> = "int";
 template <>
 constexpr std::string_view kSchemaType<double> = "float";
+template <>
+constexpr std::string_view kSchemaType<std::string> = "str";
 template <>
 constexpr std::string_view kSchemaType<torch::headeronly::ScalarType> = "ScalarType";
 template <>

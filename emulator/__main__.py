@@ -40,6 +40,9 @@ KERNELS = {
     "l2norm_backward": ("backward", {}, WIDE | L2NORM),
     "decode": ("decode", {}, {"state_v_first": True}),
     "decode_buffered": ("decode_buffered", {}, {"state_v_first": True}),
+    "gated_rms_norm": ("norm", {}, {}),
+    "gated_rms_norm_backward": ("norm", {}, {}),
+    "sum_rows": ("norm", {}, {}),
 }
 
 
@@ -59,9 +62,14 @@ def check(call: str, case, mode: dict) -> list[str]:
     """Makes a call. Returns lines about the errors, and those over their bars after MISS."""
     import accuracy
     import cases
+    import test_norm
     import trials
     from begin_finish import run_begin_finish
 
+    if call == "norm":  # raises an error
+        of_norm = test_norm.Case((*cases.shapes(case)[:2], case.H_v, case.V), case.dtype)
+        test_norm.check(of_norm, test_norm.make(of_norm, "cuda"))
+        return ["y and the gradients are within their bars"]
     if call.startswith("decode"):  # a trial has its own bars, and raises an error
         ratios = trials.run(trials.Trial(call, case), "cuda")
         return [f"{name:12} {ratio:.2f} of its bar" for name, ratio in ratios.items()]

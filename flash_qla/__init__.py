@@ -18,6 +18,7 @@ from flash_qla.gated_delta_rule import (
     chunk_gated_delta_rule_intermediates,
     chunk_gated_delta_rule_packed,
 )
+from flash_qla.gated_norm import gated_rms_norm
 from flash_qla.ops import gated_delta_rule as _published_path  # noqa: F401  an attribute of ops without an import
 from flash_qla.published import chunk_gated_delta_rule_fwd
 from flash_qla.serving import (
@@ -49,5 +50,6 @@ __all__ = [
     "decode_gated_delta_rule",
     "decode_gated_delta_rule_buffered",
     "decode_gated_delta_rule_packed",
+    "gated_rms_norm",
     "prefill_gated_delta_rule",
 ]

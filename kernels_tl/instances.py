@@ -6,6 +6,7 @@ Value rows, head counts, batch, lengths and layouts are run-time numbers.
 from build_tools.instance import Instance
 from kernels_tl import config
 from kernels_tl.config import is_wide
+from kernels_tl.norm import tiles as norm
 
 DTYPES = ("bfloat16", "float16")
 STATE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # dtypes of pools, and their bytes
@@ -20,6 +21,13 @@ WIDE_TYPES = [types for types in TYPES if is_wide(types["K"])]
 DECODE_TYPES = [
     *((types, STATE_DTYPES) for types in NARROW_TYPES),
     *(({"dtype": "bits16", "K": K}, {"float32": 4} | BITS16) for K in KEY_DIMS if is_wide(K)),
+]
+# The types of the norm. A thread has 16 channels of rows of more than 256, and of those that are no whole number of 16
+# bytes.
+NORM_TYPES = [
+    {"dtype": dtype, "channels": channels, "vectors": vectors}
+    for dtype in ("bits16", "float32")
+    for channels, vectors in ((8, True), (16, True), (16, False))
 ]
 
 
@@ -107,6 +115,13 @@ INSTANCES = [
     ),
     *(Instance("gradients.token_gradients", types, spill_budget=config.TOKEN_GRADIENTS.spills) for types in WIDE_TYPES),
     Instance("gradients.gate_gradients", {}),
+    # the norm after the delta rule
+    *(
+        Instance(f"norm.{kernel}", types, facts=of.facts(**types))
+        for kernel, of in (("gated_rms_norm", norm.FORWARD), ("gated_rms_norm_backward", norm.BACKWARD))
+        for types in NORM_TYPES
+    ),
+    Instance("norm.sum_rows", {}),
     # serving
     *(
         Instance(

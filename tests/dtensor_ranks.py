@@ -132,6 +132,26 @@ def check_low_level(inputs: dict, gradients: dict, local: dict, local_gradients:
                 assert_same(name, x.full_tensor(), whole, is_sum=name in ("dA_log", "ddt_bias"))
 
 
+def norm(placement: str) -> None:
+    """y and the gradients of gated_rms_norm, whose weight has as many parts as there are ranks."""
+    device, mesh = device_of_ranks(), make_mesh(placement)
+    tokens = placements_of("o", placement)
+    whole = [torch.randn(4, 7, 2, 64, generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)]
+    whole.append(torch.linspace(-1, 1, 64, device=device))
+    local = [distribute_tensor(x, mesh, tokens if x.dim() == 4 else [Replicate()]) for x in whole]
+    found = []
+    for o, z, dy, weight in (whole, local):
+        leaves = [x.detach().requires_grad_() for x in (o, z, weight)]
+        with CommDebugMode() as communication:
+            y = flash_qla.gated_rms_norm(*leaves)
+            found.append((y.detach(), *torch.autograd.grad(y, leaves, dy)))
+        assert communication.get_total_counts() == 0
+    for x, wanted in zip(found[1][:3], found[0][:3], strict=True):
+        assert list(x.placements) == tokens and torch.equal(x.full_tensor(), wanted)
+    assert list(found[1][3].placements) == [Replicate() if tokens == [Replicate()] else Partial()]
+    torch.testing.assert_close(found[1][3].full_tensor(), found[0][3], rtol=1e-5, atol=1e-5)
+
+
 def compiled(case: Case, placement: str) -> None:
     """A step in one graph, the same as without."""
 

@@ -29,10 +29,11 @@ SLOTS = 9  # of the pool
 
 BY_TOKEN = {"q", "k", "v", "g", "beta", "A", "do", "g_raw", "a", "b", "mixed_qkv"}
 BY_TOKEN |= {"o", "g_cumsum", "dq", "dk", "dv", "dmixed_qkv", "db", "dg"}
+BY_TOKEN |= {"z", "y", "dy", "dz"}
 BY_SEQUENCE = {"initial_state", "dht", "final_state", "dh0", "intermediate_states"}
 BY_NUMBER = {"state_indices", "write_pos", "force_flush"}  # a number for each sequence
 OF_SLOTS = {"state_pool", "d_cache", "k_cache", "g_cache"}
-OF_ALL = {"A_log", "dt_bias", "dA_log", "ddt_bias"}
+OF_ALL = {"A_log", "dt_bias", "dA_log", "ddt_bias", "weight", "dweight"}
 
 
 def op_of(name: str):
@@ -176,6 +177,9 @@ def make_call(
         known["g_cache"] = -known["g_cache"].abs()
         known |= {"write_pos": torch.tensor((1, 3, 0, 2)[:N]).to(device)}
         known |= {"force_flush": torch.tensor((0, 0, 1, 0)[:N]).to(device)}
+    if name.startswith("gated_rms_norm"):
+        known |= {"o": known["v"], "z": known["do"], "dy": known["v"].flip(1)}
+        known |= {"weight": torch.randn(case.V, generator=generator).to(device)}
     call = Call(name, lengths, {x: known[x] for x in schema if known.get(x) is not None})
     try:
         call()

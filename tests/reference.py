@@ -103,6 +103,14 @@ def l2norm_bwd(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     return r * (dy - y * (y * dy).sum(-1, keepdim=True))
 
 
+def gated_rms_norm(o, z, weight, *, eps=1e-6, activation="silu", norm_before_gate=True, dtype=torch.float64):
+    o, z, weight = o.to(dtype), z.to(dtype), weight.to(dtype)
+    gate = F.silu(z) if activation == "silu" else z.sigmoid()
+    x = o if norm_before_gate else o * gate
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    return y * gate if norm_before_gate else y
+
+
 def activated(
     g,
     beta,

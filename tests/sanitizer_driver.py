@@ -11,6 +11,7 @@ import begin_finish
 import pytest
 import test_decode
 import test_decode_buffered
+import test_norm
 import test_prefill
 import torch
 from cases import (
@@ -162,4 +163,12 @@ for dtype, pool_dtype in ((torch.bfloat16, torch.float32), (torch.float16, torch
             short = {"checkpoint_every": 50, "batch_invariant": True}  # the chunks before checkpoints are short
             assert finite([flash_qla.prefill_gated_delta_rule(**arguments | short)]), (case, mode)
     print("done:", case, pool_dtype, flush=True)
+
+# The norm: every instance, in steps over rows of three strides
+for dtype, V in itertools.product(test_norm.DTYPES, (64, 100, 264)):
+    case = test_norm.Case((2, 9, 3, V), dtype)
+    tensors = test_norm.make(case, "cuda")
+    tokens = test_norm.LAYOUTS["gaps"]([tensors[x] for x in ("o", "z", "dy")])
+    assert finite(test_norm.run(case, tensors | dict(zip(("o", "z", "dy"), tokens, strict=True))).values()), case
+    print("done: norm", case, flush=True)
 print("driver finished", flush=True)

@@ -27,6 +27,7 @@ dispatch = importlib.import_module("dispatch")
 forward = importlib.import_module("forward")
 generation = importlib.import_module("generation")
 generation_vllm = importlib.import_module("generation_vllm")
+norm = importlib.import_module("norm")
 prefill = importlib.import_module("prefill")
 report = importlib.import_module("report")
 
@@ -251,6 +252,16 @@ def tables_of(folder, **results: dict) -> dict[str, str]:
         (folder / f"{name}.json").write_text(json.dumps(x))
     data = report.load(folder)
     return {name: table(data) for name, table in report.TABLES.items()}
+
+
+def test_cells_of_the_norm(on_cpu):
+    """Of each number of value heads and each length, with errors of a rounding."""
+    asked = argparse.Namespace(heads="1x2,1x3", sequences="1x5,4x2", head_dims=(8, 24), samples=1, sample_ms=1.0)
+    cells = list(norm.measure("flash_qla", asked))
+    assert [(x["heads"], x["sequences"]) for x in cells] == [(2, "1x5"), (2, "4x2"), (3, "1x5"), (3, "4x2")]
+    assert all(0 < e < 4e-3 for x in cells for e in x["errors"].values())
+    assert all(x["step_floor_ms"] > x["forward_floor_ms"] > 0 for x in cells)
+    norm.report(cells)
 
 
 def test_geometric_means(tmp_path):

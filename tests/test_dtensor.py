@@ -8,6 +8,7 @@ from cases import Case
 from dtensor_ranks import (
     PLACEMENTS,
     compiled,
+    norm,
     partial_gradients,
     partial_gradients_beside_heads,
     refusals,
@@ -90,11 +91,19 @@ def test_ops_on_a_pool(name, device):
     assert run_on_ranks(2, without_derivatives, name, device=device) == [None] * 2
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@on_both
+def test_norm(placement, device):
+    """Rows are apart, and nothing is exchanged; the weight's gradient is a sum."""
+    assert run_on_ranks(2, norm, placement, device=device) == [None] * 2
+
+
 def test_every_op_is_here():
     """begin and finish, whose ranks exchange, are not for DTensors."""
     others = {x for x in NAMES if not x.endswith("_begin")}
     suffixes = ("", "_fwd", "_bwd", "_packed", "_packed_bwd")
-    assert others == {*WITH_POOL} | {f"chunk_gated_delta_rule{suffix}" for suffix in suffixes}
+    of_chunks = {f"chunk_gated_delta_rule{suffix}" for suffix in suffixes}
+    assert others == {*WITH_POOL, *of_chunks, "gated_rms_norm", "gated_rms_norm_bwd"}
 
 
 def test_refusals():

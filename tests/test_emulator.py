@@ -37,12 +37,13 @@ SELECTED = {
     "test_large_states.py": "(rows and (fused or cut) and (two or raw)) or (reset and 3-) or wide or maps"
     " or (prefill and bfloat16 and (fused or narrow))",
     "test_pairs.py": "not (contents or chunk and (many or long or one))",
+    "test_norm.py": "not (opcheck or compile or graph or in_place or large_tensors or errors or every_time)",
 }
 
 
 def sms_of(file: str) -> str:
     """The SMs of the GPU that a file's tests run on. With few SMs a CTA has several tiles in short calls."""
-    return "4" if file == "test_pairs.py" else "132"
+    return "4" if file in ("test_pairs.py", "test_norm.py") else "132"
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ def test_any_storage_offset(device, name, inside):
             assert equal(at_offsets(call, elements, device)(), expected), (layout, elements)
 
 
-# Layouts of q, k, v and do
+# Layouts of tokens
 
 LAYOUTS = {
     "slices": as_slices,
@@ -113,11 +113,11 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("options", ({}, ALL_INSIDE, {"K": 192}), ids=("ready", "inside", "K=192"))
 def test_any_layout(device, name, layout, options):
-    """The same bits, in whatever layout q, k, v and do come."""
+    """The same bits, in whatever layout tokens come."""
     if device == "cuda" and name.endswith("_buffered") and options.get("K", 0) > 128:
         pytest.skip("K is at most 128 there on a GPU")
     call = make_call(name, device, **options)
-    names = [x for x in ("q", "k", "v", "do") if x in call.arguments]
+    names = [x for x in ("q", "k", "v", "do", "o", "z", "dy") if x in call.arguments]
     if not names:
         pytest.skip(f"{name} takes one tensor")
     tensors = dict(zip(names, LAYOUTS[layout]([call.arguments[x] for x in names]), strict=True))

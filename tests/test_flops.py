@@ -53,7 +53,9 @@ def test_every_op(name):
     """begin and finish count as the pass."""
     call = make_call(name, "cpu")
     tokens = sum(call.lengths)
-    if name.startswith("decode"):
+    if name.startswith("gated_rms_norm"):
+        flop = lambda K, V: 0  # noqa: E731  no product of matrices
+    elif name.startswith("decode"):
         flop = decode_flop
     else:
         flop = backward_flop if "backward" in name or name.endswith("_bwd") else forward_flop

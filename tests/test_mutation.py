@@ -14,7 +14,7 @@ WRITES = {
     name: [x.name for x in op_of(name)._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
     for name in (*NAMES, *(later for name in NAMES for later in later_ops(name)))
 }
-WITH_DERIVATIVES = {f"chunk_gated_delta_rule{of}" for of in ("", "_fwd", "_packed")}
+WITH_DERIVATIVES = {f"chunk_gated_delta_rule{of}" for of in ("", "_fwd", "_packed")} | {"gated_rms_norm"}
 WITHOUT_DERIVATIVES = sorted({*NAMES} - WITH_DERIVATIVES)
 
 

@@ -3,7 +3,7 @@
 import inspect
 import re
 from types import SimpleNamespace
-from typing import get_type_hints
+from typing import Literal, get_type_hints
 from unittest.mock import sentinel
 
 import pytest
@@ -20,6 +20,7 @@ OPS = (
     "decode_gated_delta_rule",
     "decode_gated_delta_rule_packed",
     "decode_gated_delta_rule_buffered",
+    "gated_rms_norm",
 )
 # Functions of other names than their ops
 FUNCTIONS = {"chunk_gated_delta_rule_fwd": "chunk_gated_delta_rule_intermediates"}
@@ -31,6 +32,8 @@ HINTS = {
     "Optional[float]": float | None,
     "Optional[ScalarType]": torch.dtype | None,
     "bool": bool,
+    "float": float,
+    "str": Literal["silu", "sigmoid"],
     "Optional[bool]": bool | None,
     "int": int,
     "Optional[int]": int | None,  # a SymInt?

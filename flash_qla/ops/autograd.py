@@ -1,9 +1,9 @@
 """Autograd of the ops.
 
-chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have one formula, the op chunk_gated_delta_rule_bwd, and
-chunk_gated_delta_rule_packed has chunk_gated_delta_rule_packed_bwd. Autograd saves their inputs and nothing else. The
-other ops have no derivatives: the results of the backward's ops do not require gradients, nor do those of begin and
-finish, from which flash_qla/cp/passes.py builds a function that has gradients.
+chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have one formula, the op chunk_gated_delta_rule_bwd;
+chunk_gated_delta_rule_packed has chunk_gated_delta_rule_packed_bwd, and gated_rms_norm has gated_rms_norm_bwd. Autograd
+saves their inputs and nothing else. The other ops have no derivatives: the results of the backward's ops do not require
+gradients, nor do those of begin and finish, from which flash_qla/cp/passes.py builds a function that has gradients.
 """
 
 import operator
@@ -23,24 +23,27 @@ class _Formula:
     forward            the forward's name, for messages
     tensors, options   names of the arguments that it shares with the forward; autograd keeps the tensors
     differentiated     names of those that have gradients, in the order of the results
-    arguments_of       its arguments, from (*tensors, *options, do, dht, None)
+    results            the forward's results that have gradients, and the names of these; a call may lack the last one
+    arguments_of       its arguments, from (*tensors, *options, *gradients of `results`, None)
     """
 
-    def __init__(self, op, forward, differentiated):
-        self.op, self.forward, self.differentiated = op, forward._opname, differentiated
+    def __init__(self, op, forward, differentiated, results):
+        self.op, self.forward, self.differentiated, self.results = op, forward._opname, differentiated, results
         names = [x.name for x in op._schema.arguments]
         if "g_raw" in names:  # the g of the forward; this op's own g is another's result, and None here
             names[names.index("g")], names[names.index("g_raw")] = None, "g"
         shared = [x for x in forward._schema.arguments if x.name in names]
         self.tensors = [x.name for x in shared if "Tensor" in str(x.type)]
         self.options = [x.name for x in shared if x.name not in self.tensors]
-        given = (*self.tensors, *self.options, "do", "dht")
+        given = (*self.tensors, *self.options, *results.values())
         self.arguments_of = operator.itemgetter(*(given.index(x) if x in given else len(given) for x in names))
 
 
 _OTHERS = ("beta", "g", "initial_state", "A_log", "dt_bias")
-_BACKWARD = _Formula(schemas.backward, schemas.forward, ("q", "k", "v", *_OTHERS))
-_BACKWARD_PACKED = _Formula(schemas.backward_packed, schemas.forward_packed, ("mixed_qkv", *_OTHERS))
+_RESULTS = {"o": "do", "final_state": "dht"}
+_BACKWARD = _Formula(schemas.backward, schemas.forward, ("q", "k", "v", *_OTHERS), _RESULTS)
+_BACKWARD_PACKED = _Formula(schemas.backward_packed, schemas.forward_packed, ("mixed_qkv", *_OTHERS), _RESULTS)
+_BACKWARD_NORM = _Formula(schemas.norm_backward, schemas.norm, ("o", "z", "weight"), {"y": "dy"})
 
 
 class _Function(torch.autograd.function._SingleLevelFunction):
@@ -60,8 +63,8 @@ def _apply(function, *args):
         return function.apply(*args)
 
 
-class _ChunkGatedDeltaRule(_Function):
-    """Hands on o and, if it was asked for, the final state, as functions of the tensors that have gradients.
+class _Derivable(_Function):
+    """Hands on the results that have gradients, as functions of the tensors that have gradients.
 
     Autograd looks for these tensors among the arguments. It converts each gradient to the dtype of its tensor.
     """
@@ -74,12 +77,14 @@ class _ChunkGatedDeltaRule(_Function):
         return results
 
     @staticmethod
-    def backward(ctx, do, dht=None):
-        if do is None and dht is None:
+    def backward(ctx, *gradients):
+        if all(x is None for x in gradients):
             return (None,) * len(ctx.needs_input_grad)
         tensors = ctx.saved_tensors
-        do = tensors[0].new_zeros(ctx.shape) if do is None else do
-        results = call(ctx.formula.op, *ctx.formula.arguments_of((*tensors, *ctx.options, do, dht, None)))
+        first, *others = gradients
+        first = tensors[0].new_zeros(ctx.shape) if first is None else first
+        others += [None] * (len(ctx.formula.results) - len(gradients) + 1)
+        results = call(ctx.formula.op, *ctx.formula.arguments_of((*tensors, *ctx.options, first, *others)))
         needed = zip(results, ctx.needs_input_grad[4:], strict=True)
         return (None, None, None, None, *[x if is_needed else None for x, is_needed in needed])
 
@@ -104,9 +109,9 @@ def _register_derivative(op, formula):
     tensors_of, options_of, differentiated_of = (
         operator.itemgetter(*map(names.index, x)) for x in (formula.tensors, formula.options, formula.differentiated)
     )
-    output_final_state = names.index("output_final_state")
-    o, state = (i for i, x in enumerate(op._schema.returns) if x.name in ("o", "final_state"))
-    only_o, o_and_state = slice(o, o + 1), slice(o, state + 1, state - o)
+    last_is_optional = names.index("output_final_state") if "output_final_state" in names else None
+    places = [i for i, x in enumerate(op._schema.returns) if x.name in formula.results]
+    is_tuple = len(op._schema.returns) > 1
 
     def kernel(keyset, *args):
         keyset &= after_autograd
@@ -115,11 +120,13 @@ def _register_derivative(op, formula):
         with below_autograd():
             results = redispatch(keyset, *args)
         args += defaults[len(args) :]  # the dispatcher leaves out trailing arguments that have their defaults
-        outputs = o_and_state if args[output_final_state] else only_o
+        results = list(results) if is_tuple else [results]
+        given = places if last_is_optional is None or args[last_is_optional] else places[:-1]
         tensors = (tensors_of(args), options_of(args), *differentiated_of(args))
-        results = list(results)
-        results[outputs] = _apply(_ChunkGatedDeltaRule, formula, tuple(results[outputs]), *tensors)
-        return tuple(results)
+        outputs = _apply(_Derivable, formula, tuple(results[i] for i in given), *tensors)
+        for i, output in zip(given, outputs, strict=True):
+            results[i] = output
+        return tuple(results) if is_tuple else results[0]
 
     _library.impl(op, kernel, "Autograd", with_keyset=True)
 
@@ -147,8 +154,10 @@ def call(op, *args):
 _register_derivative(schemas.forward, _BACKWARD)
 _register_derivative(schemas.forward_low_level, _BACKWARD)
 _register_derivative(schemas.forward_packed, _BACKWARD_PACKED)
+_register_derivative(schemas.norm, _BACKWARD_NORM)
 
 
+_BACKWARDS = (schemas.backward, schemas.backward_packed, schemas.norm_backward)
 _CreationMeta = torch._C._autograd.CreationMeta
 
 # Ops without derivatives behave as PyTorch's own: their results depend on the inputs that require gradients, and the
@@ -165,7 +174,7 @@ class _Underivable(_Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        again = " (double backward)" if ctx.op in (schemas.backward, schemas.backward_packed) else ""
+        again = " (double backward)" if ctx.op in _BACKWARDS else ""
         raise NotImplementedError(f"derivative for flash_qla::{ctx.op._opname} is not implemented{again}")
 
 
@@ -245,7 +254,7 @@ def _register_without_derivative(op):
 
 
 for _op in (
-    *(schemas.backward, schemas.backward_packed),
+    *_BACKWARDS,
     *(schemas.forward_begin, schemas.forward_finish),
     *(schemas.backward_begin, schemas.backward_replay, schemas.backward_finish),
     *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),

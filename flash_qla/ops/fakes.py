@@ -64,9 +64,9 @@ def _check_shape(call, name, expected, symbols, of_tokens=False):
         _check(call, size == expected_size, text)
 
 
-def _check_device(call, name):
-    device, expected = getattr(call, name).device, call.q.device
-    _check(call, device == expected, lambda: f"{name} is on {device}, expected {expected}, the device of q")
+def _check_device(call, name, of="q"):
+    device, expected = getattr(call, name).device, getattr(call, of).device
+    _check(call, device == expected, lambda: f"{name} is on {device}, expected {expected}, the device of {of}")
 
 
 def _check_tokens(call, *gates):
@@ -564,3 +564,42 @@ def _fake_decode_buffered(call):
         _check_dtype(call, name, tuple(dict.fromkeys(dtypes)), None)
         _check_shape(call, name, (slots, *shape), symbols)
     return _check_output(call)
+
+
+def _check_norm(call):
+    """As make_norm_call of csrc/norm.cpp."""
+    o = call.o
+    _check_floating(call, "o")
+    _check(
+        call,
+        o.dim() >= 1 and o.shape[-1] >= 1,
+        lambda: f"o has shape {list(o.shape)}, expected at least one channel ([.., V])",
+    )
+    for name in ("z", "weight", *(("dy",) if hasattr(call, "dy") else ())):
+        _check_device(call, name, "o")
+        _check_floating(call, name)
+        if name == "weight":
+            _check_shape(call, name, o.shape[-1:], "[V], the channels of o")
+        else:
+            _check_shape(call, name, o.shape, "[.., V], like o")
+    _check_dtype(call, "z", (o.dtype,), f"{str(o.dtype).removeprefix('torch.')}, the dtype of o")
+    _check(call, call.eps >= 0, lambda: f"eps is {call.eps}, expected at least 0")
+    _check(
+        call,
+        call.activation in ("silu", "sigmoid"),
+        lambda: f'activation is "{call.activation}", expected "silu" or "sigmoid"',
+    )
+
+
+@_fake_of(schemas.norm)
+def _fake_norm(call):
+    _check_norm(call)
+    return call.o.new_empty(call.o.shape)
+
+
+@_fake_of(schemas.norm_backward)
+def _fake_norm_backward(call):
+    _check_norm(call)
+    o = call.o
+    dtype = torch.float64 if o.dtype == torch.float64 else torch.float32
+    return o.new_empty(o.shape), o.new_empty(o.shape), o.new_empty(o.shape[-1:], dtype=dtype)

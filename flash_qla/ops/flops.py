@@ -97,7 +97,8 @@ def _register(flop_counter):
     for op, flop in ((schemas.forward_packed, forward_flop), (schemas.backward_packed, backward_flop)):
         flop_counter.register_flop_formula(op.overloadpacket)(_of_packed(op, flop))
     flop_counter.register_flop_formula(schemas.decode_packed.overloadpacket)(_of_packed_decoding)
-    for op in (schemas.forward_begin, schemas.backward_begin, schemas.backward_replay):
+    without_products = (schemas.norm, schemas.norm_backward)
+    for op in (schemas.forward_begin, schemas.backward_begin, schemas.backward_replay, *without_products):
         flop_counter.register_flop_formula(op.overloadpacket)(_nothing)
 
 

@@ -20,6 +20,8 @@ prefill = torch.ops.flash_qla.prefill_gated_delta_rule.default
 decode = torch.ops.flash_qla.decode_gated_delta_rule.default
 decode_packed = torch.ops.flash_qla.decode_gated_delta_rule_packed.default
 decode_buffered = torch.ops.flash_qla.decode_gated_delta_rule_buffered.default
+norm = torch.ops.flash_qla.gated_rms_norm.default
+norm_backward = torch.ops.flash_qla.gated_rms_norm_bwd.default
 
 
 def call_of(op):

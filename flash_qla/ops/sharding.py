@@ -17,6 +17,9 @@ placements are errors, because a gather of tokens is not what a caller wants.
 Value head h uses query/key head h // (H_v / H_k). So the number of shards of heads divides H_k, and a shard has whole
 groups. The ops on a pool are not sharded over the batch, because all sequences share the pool. Their tensors have to be
 placed as they are used, because DTensor redistributes a tensor into a copy, which the op would write.
+
+Rows of gated_rms_norm do not depend on each other, so o and z may be sharded over any dimension before the channels.
+weight is replicated, and dweight is Partial.
 """
 
 import itertools
@@ -142,6 +145,32 @@ def _strategies_of(op):
     return strategies
 
 
+def _norm_strategies_of(op):
+    """The same for the norm and its backward."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    names = [x.name for x in op._schema.arguments]
+    results = [x.name for x in op._schema.returns]
+
+    def strategies(*args, **kwargs):
+        given = dict(zip(names, args, strict=False)) | kwargs
+
+        def placed(name, rows):
+            if name == "dweight":
+                return rows if rows == Replicate() else Partial()
+            return Replicate() if name == "weight" else rows
+
+        def of_argument(name, rows):
+            return placed(name, rows) if hasattr(given[name], "placements") else None
+
+        return [
+            ([placed(name, rows) for name in results], [of_argument(name, rows) for name in given])
+            for rows in (Replicate(), *map(Shard, range(len(given["o"].shape) - 1)))
+        ]
+
+    return strategies
+
+
 def _register_all(tensor):
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor.experimental import register_sharding
@@ -155,10 +184,12 @@ def _register_all(tensor):
         *(schemas.forward, schemas.forward_low_level, schemas.backward),
         *(schemas.forward_packed, schemas.backward_packed),
         *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
+        *(schemas.norm, schemas.norm_backward),
     )
     try:
         for op in ops:
-            register_sharding(op)(_strategies_of(op))
+            of_norm = op in (schemas.norm, schemas.norm_backward)
+            register_sharding(op)(_norm_strategies_of(op) if of_norm else _strategies_of(op))
             register(op, registered[op], info)
     except Exception:
         # A strategy without `info` would serve calls with other flags, too.

@@ -114,6 +114,17 @@ std::string refusal(int driver_cuda_version) {
          ") or a newer one, or NVIDIA's compatibility package for " + toolkit;
 }
 
+void check_gpu(const char* op, const Tensor& tensor) {
+  const int driver = driver_cuda_version();
+  // An old driver fails at every question except its version, with a worse message.
+  if (driver < kDriverFloor) {
+    fail(op, obstacle(driver, 0, 0), "; CPU tensors work without it");
+  }
+  const Gpu& gpu = gpu_of(tensor);
+  const std::string reason = obstacle(driver, gpu.major, gpu.minor);
+  check(reason.empty(), op, reason, "; CPU tensors work without it");
+}
+
 void check_supported_on_gpu(const Tokens& call, const Tensor& q) {
   check(call.dtype == ScalarType::BFloat16 || call.dtype == ScalarType::Half, call.op, "q has dtype ",
         dtype_string(call.dtype), ", expected bfloat16 or float16 on a GPU (float32 and float64 run on the CPU)");
@@ -121,15 +132,7 @@ void check_supported_on_gpu(const Tokens& call, const Tensor& q) {
   check(call.H_v <= 65535, call.op, "v has ", call.H_v, " heads, expected at most 65535 on a GPU");
   check(most_padded_tokens(call.T, call.N + 1) <= INT32_MAX, call.op, "q has ", call.T, " tokens in ", call.N,
         " sequences, expected at most ", INT32_MAX, " when each is padded to whole chunks of ", kChunk);
-
-  const int driver = driver_cuda_version();
-  // An old driver fails at every question except its version, with a worse message.
-  if (driver < kDriverFloor) {
-    fail(call.op, obstacle(driver, 0, 0), "; CPU tensors work without it");
-  }
-  const Gpu& gpu = gpu_of(q);
-  const std::string reason = obstacle(driver, gpu.major, gpu.minor);
-  check(reason.empty(), call.op, reason, "; CPU tensors work without it");
+  check_gpu(call.op, q);
 }
 
 }  // namespace flash_qla

@@ -33,6 +33,8 @@ std::string obstacle(int driver_cuda_version, int major, int minor);
 // The text if this driver refuses a kernel's code although `obstacle` is empty: what was found, and what to do.
 std::string refusal(int driver_cuda_version);
 
+// Throws if the kernels do not run on the tensor's GPU, or not under this driver.
+void check_gpu(const char* op, const Tensor& tensor);
 // Throws, with the argument's name, if the call runs on a CPU only: dtypes, head dims, sizes, architecture.
 void check_supported_on_gpu(const Tokens& call, const Tensor& q);
 

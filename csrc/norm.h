@@ -1,0 +1,50 @@
+// The gated RMS norm, which stands after the delta rule in every layer, and its backward.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "tensors.h"
+
+namespace flash_qla {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+struct NormArguments {
+  Tensor o = undefined_tensor();       // [.., V]
+  Tensor z = undefined_tensor();       // like o
+  Tensor weight = undefined_tensor();  // [V]
+  double eps = 0;
+  std::string activation;  // silu or sigmoid
+  bool norm_before_gate = true;
+  Tensor grad_y = undefined_tensor();  // like o; only in the backward
+};
+
+// The checked arguments. grad_y has the dtype of o, and weight is contiguous. Each device reads the other tensors as it
+// can.
+struct NormCall : NormArguments {
+  const char* op = nullptr;  // qualified name, for messages
+  ScalarType dtype{};        // of o, z and y
+  int64_t rows = 0, V = 0;
+
+  ScalarType compute_dtype() const { return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
+  bool is_sigmoid() const { return activation == "sigmoid"; }
+};
+
+struct NormGradients {
+  Tensor grad_o = undefined_tensor(), dz = undefined_tensor();  // like o, contiguous
+  Tensor dweight = undefined_tensor();                          // [V], compute dtype
+};
+
+// Throws std::runtime_error unless the call can run.
+NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backward);
+
+NormGradients allocate_gradients(const NormCall& call);
+
+Tensor gated_rms_norm_cpu(NormCall call);
+Tensor gated_rms_norm_cuda(NormCall call);
+NormGradients gated_rms_norm_backward_cpu(NormCall call);
+NormGradients gated_rms_norm_backward_cuda(NormCall call);
+
+}  // namespace flash_qla
