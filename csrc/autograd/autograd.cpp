@@ -32,16 +32,23 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using torch::jit::Stack;
 
-// A backward: its op, an op of the forward, and the tensors that have gradients, in the order of the results.
+// A backward: its op, an op of the forward, the forward's first result and its gradient, and the tensors that have gradients, in the order of the results.
 struct Separate {
   static constexpr const char *kOp = "flash_qla::chunk_gated_delta_rule_bwd",
                               *kForward = "flash_qla::chunk_gated_delta_rule";
+  static constexpr const char *kOutput = "o", *kGradient = "do";
   static constexpr std::array kDifferentiated = {"q", "k", "v", "beta", "g", "initial_state", "A_log", "dt_bias"};
 };
 struct Packed {
   static constexpr const char *kOp = "flash_qla::chunk_gated_delta_rule_packed_bwd",
                               *kForward = "flash_qla::chunk_gated_delta_rule_packed";
+  static constexpr const char *kOutput = "o", *kGradient = "do";
   static constexpr std::array kDifferentiated = {"mixed_qkv", "beta", "g", "initial_state", "A_log", "dt_bias"};
+};
+struct Convolution {
+  static constexpr const char *kOp = "flash_qla::causal_conv1d_bwd", *kForward = "flash_qla::causal_conv1d";
+  static constexpr const char *kOutput = "y", *kGradient = "dy";
+  static constexpr std::array kDifferentiated = {"x", "weight", "bias", "initial_state"};
 };
 
 using Arguments = std::vector<c10::Argument>;
@@ -75,7 +82,7 @@ struct Backward {
 
   OperatorHandle op = op_of(Formula::kOp);
   size_t count = op.schema().arguments().size();
-  size_t grad_o = place(op.schema().arguments(), "do");
+  size_t grad_o = place(op.schema().arguments(), Formula::kGradient);
   size_t grad_final_state = place(op.schema().arguments(), "dht");
   std::vector<Shared> tensors, options;
   // Indices in `tensors`
@@ -121,7 +128,7 @@ struct Forward {
     const Arguments& arguments = op.schema().arguments();
     count = arguments.size();
     output_final_state = place(arguments, "output_final_state");
-    o = place(op.schema().returns(), "o");
+    o = place(op.schema().returns(), Formula::kOutput);
     final_state = place(op.schema().returns(), "final_state");
     for (const auto& x : Backward<Formula>::get().tensors) {
       tensors.push_back(place(arguments, x.name));
@@ -300,10 +307,11 @@ void run_without_derivative(const OperatorHandle& op, DispatchKeySet keys, Stack
 }
 
 using BoxedFunction = torch::CppFunction (*)();
-constexpr std::array<std::pair<std::string_view, BoxedFunction>, 3> kDerivable = {{
+constexpr std::array<std::pair<std::string_view, BoxedFunction>, 4> kDerivable = {{
     {"flash_qla::chunk_gated_delta_rule", torch::CppFunction::makeFromBoxedFunction<&kernel<Separate>>},
     {"flash_qla::chunk_gated_delta_rule_fwd", torch::CppFunction::makeFromBoxedFunction<&kernel<Separate, true>>},
     {"flash_qla::chunk_gated_delta_rule_packed", torch::CppFunction::makeFromBoxedFunction<&kernel<Packed>>},
+    {"flash_qla::causal_conv1d", torch::CppFunction::makeFromBoxedFunction<&kernel<Convolution>>},
 }};
 
 // Calls use(name, schema) for each op of the package. A name with an underscore is of an op that is written in Python.

@@ -1,9 +1,9 @@
 """Autograd of the ops.
 
-chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have one formula, the op chunk_gated_delta_rule_bwd, and
-chunk_gated_delta_rule_packed has chunk_gated_delta_rule_packed_bwd. Autograd saves their inputs and nothing else. The
-other ops have no derivatives: the results of the backward's ops do not require gradients, nor do those of begin and
-finish, from which flash_qla/cp/passes.py builds a function that has gradients.
+chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have one formula, the op chunk_gated_delta_rule_bwd;
+chunk_gated_delta_rule_packed has chunk_gated_delta_rule_packed_bwd, and causal_conv1d has causal_conv1d_bwd. Autograd
+saves their inputs and nothing else. The other ops have no derivatives: the results of the backward's ops do not require
+gradients, nor do those of begin and finish, from which flash_qla/cp/passes.py builds a function that has gradients.
 
 Plain calls do all this in C++ (csrc/autograd/autograd.cpp), if the package was built for this PyTorch and the library
 loads.
@@ -48,7 +48,8 @@ class _Formula:
     forward            the forward's name, for messages
     tensors, options   names of the arguments that it shares with the forward; autograd keeps the tensors
     differentiated     names of those that have gradients, in the order of the results
-    arguments_of       its arguments, from (*tensors, *options, do, dht, None)
+    output             the forward's first result that has a gradient: o or y
+    arguments_of       its arguments, from (*tensors, *options, the gradient of `output`, dht, None)
     """
 
     def __init__(self, op, forward, differentiated):
@@ -59,13 +60,16 @@ class _Formula:
         shared = [x for x in forward._schema.arguments if x.name in names]
         self.tensors = [x.name for x in shared if "Tensor" in str(x.type)]
         self.options = [x.name for x in shared if x.name not in self.tensors]
-        given = (*self.tensors, *self.options, "do", "dht")
+        self.output = next(x.name for x in forward._schema.returns if f"d{x.name}" in names)
+        given = (*self.tensors, *self.options, f"d{self.output}", "dht")
         self.arguments_of = operator.itemgetter(*(given.index(x) if x in given else len(given) for x in names))
 
 
 _OTHERS = ("beta", "g", "initial_state", "A_log", "dt_bias")
 _BACKWARD = _Formula(schemas.backward, schemas.forward, ("q", "k", "v", *_OTHERS))
 _BACKWARD_PACKED = _Formula(schemas.backward_packed, schemas.forward_packed, ("mixed_qkv", *_OTHERS))
+_CONVOLUTION = ("x", "weight", "bias", "initial_state")
+_BACKWARD_CONVOLUTION = _Formula(schemas.convolution_backward, schemas.convolution, _CONVOLUTION)
 
 
 class _Function(torch.autograd.function._SingleLevelFunction):
@@ -130,7 +134,7 @@ def _register_derivative(op, formula):
         operator.itemgetter(*map(names.index, x)) for x in (formula.tensors, formula.options, formula.differentiated)
     )
     output_final_state = names.index("output_final_state")
-    o, state = (i for i, x in enumerate(op._schema.returns) if x.name in ("o", "final_state"))
+    o, state = (i for i, x in enumerate(op._schema.returns) if x.name in (formula.output, "final_state"))
     only_o, o_and_state = slice(o, o + 1), slice(o, state + 1, state - o)
 
     def kernel(keyset, *args):
@@ -173,6 +177,7 @@ def call(op, *args):
 _register_derivative(schemas.forward, _BACKWARD)
 _register_derivative(schemas.forward_low_level, _BACKWARD)
 _register_derivative(schemas.forward_packed, _BACKWARD_PACKED)
+_register_derivative(schemas.convolution, _BACKWARD_CONVOLUTION)
 
 
 _CreationMeta = torch._C._autograd.CreationMeta
@@ -191,7 +196,7 @@ class _Underivable(_Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        again = " (double backward)" if ctx.op in (schemas.backward, schemas.backward_packed) else ""
+        again = " (double backward)" if ctx.op._opname.endswith("_bwd") else ""
         raise NotImplementedError(f"derivative for flash_qla::{ctx.op._opname} is not implemented{again}")
 
 
@@ -275,5 +280,6 @@ for _op in (
     *(schemas.forward_begin, schemas.forward_finish),
     *(schemas.backward_begin, schemas.backward_replay, schemas.backward_finish),
     *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
+    *(schemas.convolution_backward, schemas.convolution_prefill),
 ):
     _register_without_derivative(_op)

@@ -121,15 +121,18 @@ void check_supported_on_gpu(const Tokens& call, const Tensor& q) {
   check(call.H_v <= 65535, call.op, "v has ", call.H_v, " heads, expected at most 65535 on a GPU");
   check(most_padded_tokens(call.T, call.N + 1) <= INT32_MAX, call.op, "q has ", call.T, " tokens in ", call.N,
         " sequences, expected at most ", INT32_MAX, " when each is padded to whole chunks of ", kChunk);
+  check_gpu(call.op, q);
+}
 
+void check_gpu(const char* op, const Tensor& tensor) {
   const int driver = driver_cuda_version();
   // An old driver fails at every question except its version, with a worse message.
   if (driver < kDriverFloor) {
-    fail(call.op, obstacle(driver, 0, 0), "; CPU tensors work without it");
+    fail(op, obstacle(driver, 0, 0), "; CPU tensors work without it");
   }
-  const Gpu& gpu = gpu_of(q);
+  const Gpu& gpu = gpu_of(tensor);
   const std::string reason = obstacle(driver, gpu.major, gpu.minor);
-  check(reason.empty(), call.op, reason, "; CPU tensors work without it");
+  check(reason.empty(), op, reason, "; CPU tensors work without it");
 }
 
 }  // namespace flash_qla
