@@ -56,8 +56,7 @@ Convolution read_inputs(const char* op, ConvolutionArguments arguments) {
   if (call.cu_seqlens) {
     check_indices(call.op, "cu_seqlens", *call.cu_seqlens);
     check_rank(call.op, "cu_seqlens", *call.cu_seqlens, 1, "[N + 1]");
-    check(call.cu_seqlens->size(0) >= 1, call.op,
-          "cu_seqlens has shape [0], expected at least one offset ([N + 1])");
+    check(call.cu_seqlens->size(0) >= 1, call.op, "cu_seqlens has shape [0], expected at least one offset ([N + 1])");
     check(call.B == 1, call.op, "x has batch size ", call.B,
           ", expected 1 with cu_seqlens (sequences are packed along T)");
     call.N = call.cu_seqlens->size(0) - 1;
@@ -74,8 +73,8 @@ void check_windows(Convolution& call, const char* name, const Tensor& windows, i
   check_dtype(call, name, windows);
   check_rank(call.op, name, windows, 3, symbols);
   call.columns = windows.size(2);
-  const bool fits = windows.size(0) == rows && windows.size(1) == call.D &&
-                    (call.columns == call.W - 1 || call.columns == call.W);
+  const bool fits =
+      windows.size(0) == rows && windows.size(1) == call.D && (call.columns == call.W - 1 || call.columns == call.W);
   if (!fits) [[unlikely]] {
     fail(call.op, name, " has shape ", shape_string(windows.sizes()), ", expected [", rows, ", ", call.D, ", ",
          call.W - 1, " or ", call.W, "] (", symbols, ")");

@@ -177,7 +177,10 @@ def make_call(
         return torch.randn(*outer, case.H_v, case.V, case.K, generator=generator).to(device, state_dtype)
 
     if "state_pool" in schema:
-        known |= {"state_pool": known.get("window_pool", states(SLOTS)), "state_indices": torch.tensor((7, 0, 3, 5)[:N]).to(device)}
+        known |= {
+            "state_pool": known.get("window_pool", states(SLOTS)),
+            "state_indices": torch.tensor((7, 0, 3, 5)[:N]).to(device),
+        }
     if name.startswith("prefill"):
         known |= {"checkpoint_every": 64, "checkpoints": states(sum(x // 64 for x in lengths))}
     if name.startswith("decode"):

@@ -8,6 +8,7 @@ from cases import Case
 from dtensor_ranks import (
     PLACEMENTS,
     compiled,
+    convolution,
     partial_gradients,
     partial_gradients_beside_heads,
     refusals,
@@ -46,6 +47,12 @@ def test_training(placement, device):
     batch, packed = (BATCH, PACKED) if device == "cpu" else (GPU_BATCH, GPU_PACKED)
     cases = batch if placement == "batch" else batch + packed
     assert run_on_ranks(2, training, cases, placement, device=device) == [len(cases)] * 2
+
+
+@on_both
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_convolution(placement, device):
+    assert run_on_ranks(2, convolution, placement, device=device) == [None] * 2
 
 
 @on_both

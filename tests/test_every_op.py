@@ -61,7 +61,9 @@ def test_other_sequences_keep_their_bits(device, name, number, dtype):
         actual = dirty()
         assert_same_parts(call, actual, expected, [n for n in range(4) if n != bad])
         if number == "nan":
-            assert all(dirty.part(of, x, bad).isnan().all() for of, x in actual.items() if of in ("o", "dv", "maps", "y", "dx"))
+            assert all(
+                dirty.part(of, x, bad).isnan().all() for of, x in actual.items() if of in ("o", "dv", "maps", "y", "dx")
+            )
 
 
 IN_PLACE = ("state_pool", "checkpoints", "intermediate_states", "d_cache", "k_cache")

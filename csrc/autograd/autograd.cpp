@@ -32,7 +32,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using torch::jit::Stack;
 
-// A backward: its op, an op of the forward, the forward's first result and its gradient, and the tensors that have gradients, in the order of the results.
+// A backward: its op, an op of the forward, the forward's first result and its gradient, and the tensors that have
+// gradients, in the order of the results.
 struct Separate {
   static constexpr const char *kOp = "flash_qla::chunk_gated_delta_rule_bwd",
                               *kForward = "flash_qla::chunk_gated_delta_rule";

@@ -286,8 +286,7 @@ void convolve_block_backward(const Inputs<T, CT>& in, const Rows<T>& dy, const B
         const T* const from = dy[span.begin + t] + block.first;
         for (int64_t c = 0; c < block.count; ++c) {
           const CT s = cpu::sigmoid(sums[c]);
-          now[c] = static_cast<CT>(from[c]) *
-                   (call.use_silu ? s + sums[c] * cpu::sigmoid_derivative(sums[c]) : CT(1));
+          now[c] = static_cast<CT>(from[c]) * (call.use_silu ? s + sums[c] * cpu::sigmoid_derivative(sums[c]) : CT(1));
           dbias[c] += now[c];
           for (int64_t w = 0; w < call.W; ++w) {
             dweight[w][c] += now[c] * rows.rows[w][c];

@@ -61,7 +61,9 @@ kernels::ConvInputs inputs_of(const Convolution& call) {
           .x = rows_of(call.x),
           .initial = window_of(call.initial_state),
           .columns = call.columns,
-          .first_states = !call.initial_state ? FirstStates::kNone : flags ? FirstStates::kFlagged : FirstStates::kAll,
+          .first_states = !call.initial_state ? FirstStates::kNone
+                          : flags             ? FirstStates::kFlagged
+                                              : FirstStates::kAll,
           .has_state = data(flags),
           .has_state_stride = flags ? flags->stride(0) : 1,
           .slots = {.state_indices = index_table(call.state_indices),
@@ -90,8 +92,8 @@ bool is_in_pieces(const Tensor& rows, int64_t channels) {
 
 // As many tokens for each warp as fill the card for kWaves, or fewer if they are few.
 kernels::ConvGrid grid_of(const Convolution& call, const auto& facts) {
-  const bool in_pieces = is_in_pieces(call.x, facts.channels) &&
-                         (!call.dy.defined() || is_in_pieces(call.dy, facts.channels));
+  const bool in_pieces =
+      is_in_pieces(call.x, facts.channels) && (!call.dy.defined() || is_in_pieces(call.dy, facts.channels));
   const int64_t tokens = call.B * call.T;
   const int64_t columns = ceil_div(call.D, kLanes * (in_pieces ? facts.channels : 1));
   const int64_t resident = gpu_of(call.x).card.sm_count * static_cast<int64_t>(facts.ctas);
@@ -114,10 +116,9 @@ ConvolutionOutputs convolve_cuda(Convolution call) {
   const cudaStream_t stream = current_stream(call.x);
   const kernels::ConvInputs inputs = inputs_of(call);
   const kernels::CausalConv1dParams instance = {.dtype = instance_dtype(call.dtype)};
-  kernels::causal_conv1d({.inputs = inputs,
-                          .grid = grid_of(call, kernels::facts_of(instance)),
-                          .y = out.y.mutable_data_ptr()},
-                         instance, stream);
+  kernels::causal_conv1d(
+      {.inputs = inputs, .grid = grid_of(call, kernels::facts_of(instance)), .y = out.y.mutable_data_ptr()}, instance,
+      stream);
   if (call.output_final_state) {
     const Tensor& last = out.final_state;
     kernels::conv_windows({.inputs = inputs,

@@ -42,6 +42,11 @@ IN_CPP = _load_library()
 _library = torch.library.Library("flash_qla", "FRAGMENT")  # the registrations live as long as this object
 
 
+def _items(*places):
+    """operator.itemgetter, whose result is a tuple for one place too."""
+    return operator.itemgetter(*places) if len(places) > 1 else lambda items: tuple(items[i] for i in places)
+
+
 class _Formula:
     """A backward: its op, and which arguments of a forward it takes.
 
@@ -131,7 +136,7 @@ def _register_derivative(op, formula):
     after_autograd, below_autograd = torch._C._after_autograd_keyset, torch._C._AutoDispatchBelowAutograd
     names, defaults = zip(*((x.name, x.default_value) for x in op._schema.arguments), strict=True)
     tensors_of, options_of, differentiated_of = (
-        operator.itemgetter(*map(names.index, x)) for x in (formula.tensors, formula.options, formula.differentiated)
+        _items(*map(names.index, x)) for x in (formula.tensors, formula.options, formula.differentiated)
     )
     output_final_state = names.index("output_final_state")
     o, state = (i for i, x in enumerate(op._schema.returns) if x.name in (formula.output, "final_state"))

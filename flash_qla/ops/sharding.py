@@ -16,7 +16,9 @@ heads or over the batch, and exchanges nothing:
 If the tensors of a call are placed differently, DTensor redistributes some of them, as for PyTorch's own ops. Other
 placements are errors, because a gather of tokens is not what a caller wants.
 
-The channels of the convolution count as heads, its windows as states. Value head h uses query/key head h // (H_v / H_k). So the number of shards of heads divides H_k, and a shard has whole
+The channels of the convolution count as heads, its windows as states.
+
+Value head h uses query/key head h // (H_v / H_k). So the number of shards of heads divides H_k, and a shard has whole
 groups. The ops on a pool are not sharded over the batch, because all sequences share the pool. Their tensors have to be
 placed as they are used, because DTensor redistributes a tensor into a copy, which the op would write.
 """

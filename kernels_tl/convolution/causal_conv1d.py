@@ -36,8 +36,6 @@ def causal_conv1d(dtype):
     def main(inputs: inputs, grid: grid, y: address()):
         with T.Kernel(grid.ctas, threads=32 * WARPS, prelude=PRELUDE) as cta:
             T.annotate_min_blocks_per_sm(tile.ctas)
-            extern(
-                template("causal_conv1d", dtype, tile.channels), inputs.record(), grid.record(cta), pointer(y, "w")
-            )
+            extern(template("causal_conv1d", dtype, tile.channels), inputs.record(), grid.record(cta), pointer(y, "w"))
 
     return main

@@ -10,8 +10,8 @@
     dx       [B, T, D] of `dtype`        contiguous; zeros for tokens of no sequence
     partial  [groups, W + 1, D] fp32     sums of dweight and dbias over the tokens of a CTA, for conv_gradients
 
-The grid and the walk are those of causal_conv1d. A warp walks on for W - 1 tokens after its own ones, and computes their
-dpre again. The sums of a CTA's warps are added in shared memory, in the order of the warps.
+The grid and the walk are those of causal_conv1d. A warp walks on for W - 1 tokens after its own ones, and computes
+their dpre again. The sums of a CTA's warps are added in shared memory, in the order of the warps.
 
 Budget: 168 registers, so that 3 CTAs share an SM: 12 warps with 2 kB each in flight.
 """
@@ -20,7 +20,7 @@ import tilelang.language as T
 
 from kernels_tl.convolution.arguments import ConvGradients, ConvGrid, ConvInputs, address, pointer, template
 from kernels_tl.convolution.tile import BACKWARD, WARPS
-from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims, extern
+from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, extern
 
 MOST_SUMS = 5  # of dweight and dbias per channel
 PRELUDE = """

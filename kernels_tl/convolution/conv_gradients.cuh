@@ -13,7 +13,8 @@ constexpr int kSumLanes = 32, kSumRows = 4;
 __device__ __forceinline__ void add_sums(const float* partial, int groups, int width, int D, int cta, float* dweight,
                                          float* dbias) {
   __shared__ float shared[kSumRows][kSumLanes];
-  const int64_t size = static_cast<int64_t>(width + 1) * D, i = static_cast<int64_t>(cta) * kSumLanes + threadIdx.x % 32;
+  const int64_t size = static_cast<int64_t>(width + 1) * D,
+                i = static_cast<int64_t>(cta) * kSumLanes + threadIdx.x % 32;
   const int row = threadIdx.x / 32;
   float sum = 0.f;
   if (i < size) {
@@ -76,8 +77,7 @@ __device__ __forceinline__ void initial_gradient(const ConvInputs& in, int x_dty
 #pragma unroll
   for (int i = 0; i < kBefore; ++i) {
     const int column = columns - kBefore + i - length;  // of the final window
-    dh0[i] =
-        sums[i] + (column >= 0 && gradients.dht.numbers != nullptr ? gradients.dht.load(n, channel, column) : 0.f);
+    dh0[i] = sums[i] + (column >= 0 && gradients.dht.numbers != nullptr ? gradients.dht.load(n, channel, column) : 0.f);
   }
 }
 

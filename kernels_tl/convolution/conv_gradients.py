@@ -1,8 +1,8 @@
 """The last part of the convolution's backward: the gradients of the filter and of the initial windows.
 
     dweight [D, W], dbias [D]   fp32   the sums of `partial` over the groups, always in the same order
-    dh0     [N, D, columns]     fp32   sum over w of weight[w] dpre of the sequence's first W - 1 tokens, and dht of rows
-                                       that the final window still has
+    dh0     [N, D, columns]     fp32   sum over w of weight[w] dpre of a sequence's first W - 1 tokens, and dht of the
+                                       rows that the final window still has
     partial [groups, W + 1, D]  fp32   by causal_conv1d_backward
 
 gpu/convolution.cpp launches sum_ctas CTAs for the sums of 32 columns of `partial` each, then one CTA for each sequence
