@@ -62,7 +62,7 @@ ConvolutionOutputs allocate(const Convolution& call);
 ConvolutionGradients allocate_gradients(const Convolution& call);
 
 // Throws if the table names a slot out of range, or one twice that is written. On a GPU this synchronizes.
-void check_slots(const Convolution& call);
+void check_window_slots(const Convolution& call);
 
 ConvolutionOutputs convolve_cpu(Convolution call);
 ConvolutionOutputs convolve_cuda(Convolution call);

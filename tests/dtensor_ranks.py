@@ -150,8 +150,9 @@ def convolution(placement: str) -> None:
         return [*results, *torch.autograd.grad(results, list(leaves.values()), list(gradients.values()))]
 
     expected = step(tensors, gradients)
+    local = [distributed(x, mesh, placement) for x in (tensors, gradients)]
     with CommDebugMode() as communication:
-        found = step(distributed(tensors, mesh, placement), distributed(gradients, mesh, placement))
+        found = step(*local)
     assert communication.get_total_counts() == 0
     for name, x, wanted in zip(("y", "final_state", *tensors), found, expected, strict=True):
         is_sum = name in ("weight", "bias") and placement == "batch"

@@ -157,14 +157,14 @@ bool nothing_observes() {
 
 // The contents of a call's node, besides the tensors that may have gradients.
 struct Made {
-  variable_list results;  // o and, if it was asked for, the final state
+  variable_list results;  // o or y and, if it was asked for, the final state
   variable_list tensors;
   c10::impl::GenericList options{c10::AnyType::get()};
 };
 
 // Hands on the results, as functions of the tensors that have gradients.
 template <typename Formula>
-struct ChunkGatedDeltaRule : torch::autograd::Function<ChunkGatedDeltaRule<Formula>> {
+struct ByFormula : torch::autograd::Function<ByFormula<Formula>> {
   template <typename... Tensors>
   static variable_list forward(AutogradContext* context, Made made, const Tensors&...) {
     context->save_for_backward(std::move(made.tensors));
@@ -212,7 +212,7 @@ struct ChunkGatedDeltaRule : torch::autograd::Function<ChunkGatedDeltaRule<Formu
 template <typename Formula>
 variable_list differentiable(Made made, const std::array<at::Tensor, Formula::kDifferentiated.size()>& tensors) {
   const auto apply = [&](const auto&... x) {
-    return ChunkGatedDeltaRule<Formula>::apply(std::move(made), std::optional<at::Tensor>(x)...);
+    return ByFormula<Formula>::apply(std::move(made), std::optional<at::Tensor>(x)...);
   };
   return std::apply(apply, tensors);
 }

@@ -71,8 +71,12 @@ struct Windows {
   int64_t slot = 0, channel = 0, column = 0;
 
   Windows() = default;
-  explicit Windows(const Tensor& x)
-      : numbers(writable_floats_of(x)), slot(x.stride(0)), channel(x.stride(1)), column(x.stride(2)) {}
+  // data: the tensor's memory, for writing or for reading alone.
+  Windows(const Tensor& x, const void* data)
+      : numbers{const_cast<void*>(data), x.scalar_type()},
+        slot(x.stride(0)),
+        channel(x.stride(1)),
+        column(x.stride(2)) {}
 
   template <typename CT>
   CT get(int64_t n, int64_t d, int64_t i) const {
@@ -83,18 +87,8 @@ struct Windows {
     numbers.set(n * slot + d * channel + i * column, x);
   }
 };
-// For reading; null: no windows.
-Windows windows_of(const std::optional<Tensor>& tensor) {
-  Windows found;
-  if (tensor) {
-    // Floats only reads, although WritableFloats could write.
-    found.numbers = {const_cast<void*>(tensor->const_data_ptr()), tensor->scalar_type()};
-    found.slot = tensor->stride(0);
-    found.channel = tensor->stride(1);
-    found.column = tensor->stride(2);
-  }
-  return found;
-}
+
+Windows windows_to_read(const std::optional<Tensor>& x) { return x ? Windows(*x, x->const_data_ptr()) : Windows(); }
 
 // A block of up to kBlock channels from `first` on.
 struct Block {
@@ -157,7 +151,7 @@ struct Inputs {
         spans(list_spans(call)),
         slots(list_slots(call, spans)),
         x(call.x),
-        initial(windows_of(call.initial_state)) {}
+        initial(windows_to_read(call.initial_state)) {}
 
   int64_t covered() const { return spans.empty() ? 0 : spans.back().end; }
 
@@ -219,7 +213,7 @@ void convolve_tile(const Inputs<T, CT>& in, int64_t first, int64_t last, const B
 template <typename T, typename CT>
 void store_windows(const Inputs<T, CT>& in, const Tensor& final_state) {
   const Convolution& call = in.call;
-  const Windows last(final_state);
+  const Windows last(final_state, final_state.mutable_data_ptr());
   in_parallel(call.op, call.N, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       const Span& span = in.spans[n];
@@ -262,7 +256,7 @@ void convolve_block_backward(const Inputs<T, CT>& in, const Rows<T>& dy, const B
   const Convolution& call = in.call;
   const int64_t before = call.W - 1, columns = call.columns;
   const Filter<CT> filter(call, block);
-  const Windows dht = windows_of(call.dht);
+  const Windows dht = windows_to_read(call.dht);
   T* const dx = out.dx.mutable_data_ptr<T>();
   CT* const dh0 = call.initial_state ? out.dh0.mutable_data_ptr<CT>() : nullptr;
   CT dweight[kMostColumns][kBlock] = {}, dbias[kBlock] = {};
@@ -340,7 +334,7 @@ ConvolutionGradients run_backward(const Convolution& call) {
 
 }  // namespace
 
-void check_slots(const Convolution& call) {
+void check_window_slots(const Convolution& call) {
   Convolution on_cpu = call;
   for (std::optional<Tensor>* const tensor : {&on_cpu.state_indices, &on_cpu.has_initial_state, &on_cpu.cu_seqlens}) {
     if (*tensor) {

@@ -21,10 +21,12 @@ constexpr int64_t kWarps = 4, kLanes = 32;  // of a CTA, of a warp
 constexpr int64_t kWaves = 4;               // of CTAs on a full card: enough that the last one costs little
 constexpr int64_t kLeastTokens = 8;         // of a warp, which reads W - 1 rows more
 constexpr int64_t kChannelThreads = 128, kSumLanes = 32;
+constexpr int64_t kMostChannels = 65535 * kChannelThreads;  // as a grid's second dimension
 
 void check_supported(const Convolution& call) {
   check(call.dtype != ScalarType::Double, call.op,
         "x has dtype float64, expected bfloat16, float16 or float32 on a GPU (float64 runs on the CPU)");
+  check(call.D <= kMostChannels, call.op, "x has ", call.D, " channels, expected at most ", kMostChannels, " on a GPU");
   check_gpu(call.op, call.x);
 }
 
@@ -33,7 +35,7 @@ void check_contents(const Convolution& call) {
     if (call.cu_seqlens) {
       checked_offsets(call.op, *call.cu_seqlens, call.N, call.T);
     }
-    check_slots(call);
+    check_window_slots(call);
   }
 }
 

@@ -94,8 +94,8 @@ def _apply(function, *args):
         return function.apply(*args)
 
 
-class _ChunkGatedDeltaRule(_Function):
-    """Hands on o and, if it was asked for, the final state, as functions of the tensors that have gradients.
+class _ByFormula(_Function):
+    """Hands on o or y and, if it was asked for, the final state, as functions of the tensors that have gradients.
 
     Autograd looks for these tensors among the arguments. It converts each gradient to the dtype of its tensor.
     """
@@ -152,7 +152,7 @@ def _register_derivative(op, formula):
         outputs = o_and_state if args[output_final_state] else only_o
         tensors = (tensors_of(args), options_of(args), *differentiated_of(args))
         results = list(results)
-        results[outputs] = _apply(_ChunkGatedDeltaRule, formula, tuple(results[outputs]), *tensors)
+        results[outputs] = _apply(_ByFormula, formula, tuple(results[outputs]), *tensors)
         return tuple(results)
 
     _library.impl(op, kernel, "Autograd", with_keyset=True)

@@ -14,7 +14,7 @@ __device__ __forceinline__ void convolve(const ConvInputs& in, const Filter<kWid
   RecentRows<kWidth, kChannels> before;
   before.template load<T>(in, span, begin, channel);
   y += static_cast<int64_t>(begin) * in.D + channel;
-  for (int first = begin; first < end; first += kRows) {
+  const auto step = [&]<bool kWhole>(int first) {  // kWhole: all rows are tokens of the tile
 #pragma unroll
     for (int i = 0; i < kRows; ++i, y += in.D) {
       float x[kChannels], out[kChannels];
@@ -29,11 +29,18 @@ __device__ __forceinline__ void convolve(const ConvInputs& in, const Filter<kWid
           out[c] = silu(out[c]);
         }
       }
-      if (first + i < end) {
+      if (kWhole || first + i < end) {
         Piece<T, kChannels>::of(out).store(y);
       }
       before.push(x);
     }
+  };
+  int first = begin;
+  for (; first <= end - kRows; first += kRows) {
+    step.template operator()<true>(first);
+  }
+  if (first < end) {
+    step.template operator()<false>(first);
   }
 }
 

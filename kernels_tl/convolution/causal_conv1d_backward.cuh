@@ -47,23 +47,31 @@ __device__ __forceinline__ void convolve_backward(const ConvInputs& in, const Co
   before.template load<T>(in, span, begin, channel);
   dpre_before.clear();
   dx += static_cast<int64_t>(begin - kBefore) * in.D + channel;
-  for (int first = begin; first < end + kBefore; first += kRows) {
+  // kInside: all rows are tokens of the tile, and finish none that the final window has.
+  const auto step = [&]<bool kInside>(int first) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i, dx += in.D) {
       const int token = first + i;
       float x[kChannels], dpre[kChannels];
       rows.take(i, x);
       dy_rows.take(i, dpre);
+      if (in.use_silu) {
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        dpre[c] *= in.use_silu ? silu_slope(filter.apply(before, x, c)) : 1.f;
-        dpre[c] = token < stop ? dpre[c] : 0.f;
+        for (int c = 0; c < kChannels; ++c) {
+          dpre[c] *= silu_slope(filter.apply(before, x, c));
+        }
       }
-      if (token < end) {
+      if (!kInside && token >= stop) {
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          dpre[c] = 0.f;
+        }
+      }
+      if (kInside || token < end) {
         sums.add(dpre, before, x);
       }
       const int finished = token - kBefore;  // its last part is here
-      if (finished >= begin && finished < end) {
+      if (finished >= begin && (kInside || finished < end)) {
         float out[kChannels];
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
@@ -73,7 +81,7 @@ __device__ __forceinline__ void convolve_backward(const ConvInputs& in, const Co
             out[c] += filter.weight[w][c] * dpre_before.rows[kBefore - w][c];
           }
         }
-        if (finished >= first_with_dht) {
+        if (!kInside && finished >= first_with_dht) {
           const int column = finished - (span.end - in.windows.columns);
 #pragma unroll
           for (int c = 0; c < kChannels; ++c) {
@@ -85,6 +93,14 @@ __device__ __forceinline__ void convolve_backward(const ConvInputs& in, const Co
       before.push(x);
       dpre_before.push(dpre);
     }
+  };
+  int first = begin;
+  const int inside = (first_with_dht < end - kBefore ? first_with_dht + kBefore : end) - kRows;
+  for (; first <= inside; first += kRows) {
+    step.template operator()<true>(first);
+  }
+  for (; first < end + kBefore; first += kRows) {
+    step.template operator()<false>(first);
   }
 }
 

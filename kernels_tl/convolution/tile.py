@@ -16,9 +16,9 @@ class ConvTile:
         return {"channels": self.channels, "ctas": self.ctas}
 
 
-# Keyed by dtype. At most 96 registers for 5 CTAs, 168 for 3.
+# Keyed by dtype. At most 96 registers for 5 CTAs, 168 for 3, 255 for 2.
 FORWARD = dict.fromkeys(("bfloat16", "float16", "float32"), ConvTile(ctas=5))
-BACKWARD = dict.fromkeys(FORWARD, ConvTile(ctas=3))
+BACKWARD = {"bfloat16": ConvTile(ctas=3), "float16": ConvTile(ctas=3), "float32": ConvTile(ctas=2)}
 
 # Threads of the kernels that take a channel per thread
 CHANNEL_THREADS = 128
