@@ -149,7 +149,7 @@ void prepare(Call& call, bool raw_gates) {
   }
   make_canonical(call, raw_gates ? call.g.scalar_type() : call.compute_dtype);
   if (on_gpu && call.varlen && contents_are_checked()) {
-    checked_offsets(call);
+    checked_offsets(call.op, *call.cu_seqlens, call.N, call.T);
   }
 }
 

@@ -80,18 +80,18 @@ void check_defined(const char* op, const char* name, const Tensor& tensor) {
   check(tensor.defined(), op, name, " is None, expected a tensor");
 }
 
-void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& q, const char* of) {
+void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& q, const char* first) {
   check_defined(op, name, tensor);
   if (!on_one_device(tensor, q)) [[unlikely]] {
-    fail(op, name, " is on ", device_string(tensor), ", expected ", device_string(q), ", the device of ", of);
+    fail(op, name, " is on ", device_string(tensor), ", expected ", device_string(q), ", the device of ", first);
   }
 }
 
-void check_devices(const char* op, const Tensor& q, std::initializer_list<NamedTensor> others) {
-  check_defined(op, "q", q);
+void check_devices(const char* op, const Tensor& q, std::initializer_list<NamedTensor> others, const char* first) {
+  check_defined(op, first, q);
   for (const auto& [name, tensor] : others) {
     if (tensor) {
-      check_device(op, name, *tensor, q);
+      check_device(op, name, *tensor, q, first);
     }
   }
 }
@@ -122,9 +122,9 @@ void check_floating_of_any_size(const char* op, const char* name, const Tensor& 
   }
 }
 
-void check_same_dtype(const char* op, const char* name, const Tensor& tensor, const Tensor& q, const char* of) {
+void check_same_dtype(const char* op, const char* name, const Tensor& tensor, const Tensor& q, const char* first) {
   if (dtype_code(tensor) != dtype_code(q)) [[unlikely]] {
-    fail(op, name, " has dtype ", dtype_string(tensor), ", expected ", dtype_string(q), ", the dtype of ", of);
+    fail(op, name, " has dtype ", dtype_string(tensor), ", expected ", dtype_string(q), ", the dtype of ", first);
   }
 }
 

@@ -50,16 +50,16 @@ inline const torch::stable::Tensor* or_null(const std::optional<torch::stable::T
 }
 
 // Each fails unless the argument is as the function is named. symbols: the dimensions for the text, as "[B, T,
-// H_v]".
+// H_v]". `first`: the name of the op's first tensor, q, which decides about devices and dtypes.
 void check_defined(const char* op, const char* name, const torch::stable::Tensor& tensor);
-// `of`: the argument that q is.
 void check_device(const char* op, const char* name, const torch::stable::Tensor& tensor, const torch::stable::Tensor& q,
-                  const char* of = "q");
-void check_devices(const char* op, const torch::stable::Tensor& q, std::initializer_list<NamedTensor> others);
+                  const char* first = "q");
+void check_devices(const char* op, const torch::stable::Tensor& q, std::initializer_list<NamedTensor> others,
+                   const char* first = "q");
 void check_floating(const char* op, const char* name, const torch::stable::Tensor& tensor);  // 16 to 64 bits
 void check_floating_of_any_size(const char* op, const char* name, const torch::stable::Tensor& tensor);  // 8 bits, too
 void check_same_dtype(const char* op, const char* name, const torch::stable::Tensor& tensor,
-                      const torch::stable::Tensor& q, const char* of = "q");
+                      const torch::stable::Tensor& q, const char* first = "q");
 void check_rank(const char* op, const char* name, const torch::stable::Tensor& tensor, int64_t rank,
                 const char* symbols);
 void check_shape(const char* op, const char* name, const torch::stable::Tensor& tensor,

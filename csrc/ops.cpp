@@ -12,6 +12,7 @@
 
 #include "checks.h"
 #include "contents.h"
+#include "convolution.h"
 #include "decode.h"
 #include "norm.h"
 #include "overlap.h"
@@ -126,6 +127,19 @@ constexpr auto kFields<NormArguments> = std::tuple{
     Field{"activation", &NormArguments::activation},
     Field{"norm_before_gate", &NormArguments::norm_before_gate},
     Field{"dy", &NormArguments::grad_y},
+};
+
+template <>
+constexpr auto kFields<ConvolutionArguments> = std::tuple{
+    Field{"x", &ConvolutionArguments::x},
+    Field{"weight", &ConvolutionArguments::weight},
+    Field{"bias", &ConvolutionArguments::bias},
+    Field{"use_silu", &ConvolutionArguments::use_silu},
+    Field{"initial_state", &ConvolutionArguments::initial_state},
+    Field{"output_final_state", &ConvolutionArguments::output_final_state},
+    Field{"cu_seqlens", &ConvolutionArguments::cu_seqlens},
+    Field{"dy", &ConvolutionArguments::dy},
+    Field{"dht", &ConvolutionArguments::dht},
 };
 
 namespace {
@@ -496,13 +510,53 @@ void gated_rms_norm_bwd(const Stack<kGatedRmsNormBwd>& stack) {
   stack.give(std::move(out.grad_o), std::move(out.dz), std::move(out.dweight));
 }
 
+constexpr char kCausalConv1d[] =
+    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias=None, bool use_silu=True, Tensor? initial_state=None, "
+    "bool output_final_state=False, Tensor? cu_seqlens=None) "
+    "-> (Tensor y, Tensor final_state)";
+
+template <auto Convolve>
+void causal_conv1d(const Stack<kCausalConv1d>& stack) {
+  ConvolutionArguments a;
+  stack.take(a);
+  ConvolutionOutputs out = Convolve(make_convolution(stack.kOp, std::move(a)));
+  stack.give(std::move(out.y), std::move(out.final_state));
+}
+
+constexpr char kCausalConv1dBwd[] =
+    "causal_conv1d_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor dy, Tensor? dht=None, bool use_silu=True, "
+    "Tensor? initial_state=None, Tensor? cu_seqlens=None) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dh0)";
+
+template <auto ConvolveBackward>
+void causal_conv1d_bwd(const Stack<kCausalConv1dBwd>& stack) {
+  ConvolutionArguments a;
+  stack.take(a);
+  ConvolutionGradients out = ConvolveBackward(make_convolution_backward(stack.kOp, std::move(a)));
+  stack.give(std::move(out.dx), std::move(out.dweight), std::move(out.dbias), std::move(out.dh0));
+}
+
+constexpr char kPrefillCausalConv1d[] =
+    "prefill_causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state_pool, Tensor state_indices, "
+    "bool use_silu=True, Tensor? cu_seqlens=None, Tensor? has_initial_state=None, int null_index=-1) "
+    "-> Tensor y";
+
+template <auto Convolve>
+void prefill_causal_conv1d(const Stack<kPrefillCausalConv1d>& stack) {
+  ConvolutionArguments a;
+  PoolArguments p;
+  stack.take(a, p);
+  stack.give(Convolve(make_convolution_on_pool(stack.kOp, std::move(a), std::move(p))).y);
+}
+
 template <const char* kSchema, void (*Op)(const Stack<kSchema>&)>
 void implement(torch::stable::detail::StableLibrary& m) {
   m.impl(Schema<kSchema>::kOp, boxed<kSchema, Op>);
 }
 
 template <auto Forward, auto Backward, auto BeginForward, auto FinishForward, auto BeginBackward, auto ReplayBackward,
-          auto FinishBackward, auto Prefill, auto Decode, auto DecodeBuffered, auto Norm, auto NormBackward>
+          auto FinishBackward, auto Prefill, auto Decode, auto DecodeBuffered, auto Convolve, auto ConvolveBackward,
+          auto Norm, auto NormBackward>
 void register_for_device(torch::stable::detail::StableLibrary& m) {
   implement<kChunkGatedDeltaRule, chunk_gated_delta_rule<Forward>>(m);
   implement<kChunkGatedDeltaRuleFwd, chunk_gated_delta_rule_fwd<Forward>>(m);
@@ -518,6 +572,9 @@ void register_for_device(torch::stable::detail::StableLibrary& m) {
   implement<kDecodeGatedDeltaRule, decode_gated_delta_rule<Decode>>(m);
   implement<kDecodeGatedDeltaRulePacked, decode_gated_delta_rule_packed<Decode>>(m);
   implement<kDecodeGatedDeltaRuleBuffered, decode_gated_delta_rule_buffered<DecodeBuffered>>(m);
+  implement<kCausalConv1d, causal_conv1d<Convolve>>(m);
+  implement<kCausalConv1dBwd, causal_conv1d_bwd<ConvolveBackward>>(m);
+  implement<kPrefillCausalConv1d, prefill_causal_conv1d<Convolve>>(m);
   implement<kGatedRmsNorm, gated_rms_norm<Norm>>(m);
   implement<kGatedRmsNormBwd, gated_rms_norm_bwd<NormBackward>>(m);
 }
@@ -541,6 +598,9 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
   m.def(flash_qla::kDecodeGatedDeltaRule);
   m.def(flash_qla::kDecodeGatedDeltaRulePacked);
   m.def(flash_qla::kDecodeGatedDeltaRuleBuffered);
+  m.def(flash_qla::kCausalConv1d);
+  m.def(flash_qla::kCausalConv1dBwd);
+  m.def(flash_qla::kPrefillCausalConv1d);
   m.def(flash_qla::kGatedRmsNorm);
   m.def(flash_qla::kGatedRmsNormBwd);
 }
@@ -549,7 +609,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
   flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::begin_forward_cpu,
                                  flash_qla::finish_forward_cpu, flash_qla::begin_backward_cpu,
                                  flash_qla::replay_backward_cpu, flash_qla::finish_backward_cpu, flash_qla::prefill_cpu,
-                                 flash_qla::decode_cpu, flash_qla::decode_buffered_cpu, flash_qla::gated_rms_norm_cpu,
+                                 flash_qla::decode_cpu, flash_qla::decode_buffered_cpu, flash_qla::convolve_cpu,
+                                 flash_qla::convolve_backward_cpu, flash_qla::gated_rms_norm_cpu,
                                  flash_qla::gated_rms_norm_backward_cpu>(m);
 }
 
@@ -558,5 +619,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
                                  flash_qla::finish_forward_cuda, flash_qla::begin_backward_cuda,
                                  flash_qla::replay_backward_cuda, flash_qla::finish_backward_cuda,
                                  flash_qla::prefill_cuda, flash_qla::decode_cuda, flash_qla::decode_buffered_cuda,
+                                 flash_qla::convolve_cuda, flash_qla::convolve_backward_cuda,
                                  flash_qla::gated_rms_norm_cuda, flash_qla::gated_rms_norm_backward_cuda>(m);
 }

@@ -14,6 +14,13 @@ void check_table(const char* op, const char* name, const Tensor& tensor, int64_t
         ", the number of sequences (", symbols, ")");
 }
 
+void check_flags(const char* op, const char* name, const Tensor& tensor, int64_t N) {
+  check_shape(op, name, tensor, {N}, "[N]");
+  if (!has_dtype(tensor, ScalarType::Bool)) [[unlikely]] {
+    fail(op, name, " has dtype ", dtype_string(tensor), ", expected bool");
+  }
+}
+
 void check_states(const char* op, const char* name, const Tensor& tensor, int64_t H_v, int64_t V, int64_t K,
                   int64_t rank, const char* symbols, bool v_first) {
   check_floating_of_any_size(op, name, tensor);

@@ -11,6 +11,9 @@ namespace flash_qla {
 void check_table(const char* op, const char* name, const Tensor& tensor, int64_t rows, int64_t rank,
                  const char* symbols);
 
+// Checks a flag of each sequence.
+void check_flags(const char* op, const char* name, const Tensor& tensor, int64_t N);
+
 // Checks states [.., H_v, V, K], or [.., H_v, K, V] unless v_first, of `rank` dimensions, in any floating dtype of 8
 // bits or more. They are written in place and cannot be copied first. So each state must be contiguous.
 void check_states(const char* op, const char* name, const Tensor& tensor, int64_t H_v, int64_t V, int64_t K,

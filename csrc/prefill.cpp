@@ -58,12 +58,8 @@ PrefillCall make_prefill_call(const char* op, Arguments arguments, PoolArguments
     check_table(op, "initial_state_indices", *call.initial_state_indices, call.N, 1, "[N]");
   }
   if (call.has_initial_state) {
-    const Tensor& mask = *call.has_initial_state;
-    check_device(op, "has_initial_state", mask, call.q);
-    check_shape(op, "has_initial_state", mask, {call.N}, "[N]");
-    if (!has_dtype(mask, ScalarType::Bool)) [[unlikely]] {
-      fail(op, "has_initial_state has dtype ", dtype_string(mask), ", expected bool");
-    }
+    check_device(op, "has_initial_state", *call.has_initial_state, call.q);
+    check_flags(op, "has_initial_state", *call.has_initial_state, call.N);
   }
   check_checkpoints(call);
   if (call.out) {

@@ -38,6 +38,8 @@ KERNELS = {
     "gate_gradients": ("backward", {}, {"use_gate_in_kernel": True}),
     "l2norm": ("backward", {}, WIDE | L2NORM),
     "l2norm_backward": ("backward", {}, WIDE | L2NORM),
+    **dict.fromkeys(("causal_conv1d", "causal_conv1d_backward", "conv_windows"), ("convolution", {}, {})),
+    "conv_gradients": ("convolution", {}, {}),
     "decode": ("decode", {}, {"state_v_first": True}),
     "decode_buffered": ("decode_buffered", {}, {"state_v_first": True}),
     "gated_rms_norm": ("norm", {}, {}),
@@ -62,6 +64,7 @@ def check(call: str, case, mode: dict) -> list[str]:
     """Makes a call. Returns lines about the errors, and those over their bars after MISS."""
     import accuracy
     import cases
+    import test_convolution
     import test_norm
     import trials
     from begin_finish import run_begin_finish
@@ -70,6 +73,11 @@ def check(call: str, case, mode: dict) -> list[str]:
         of_norm = test_norm.Case((*cases.shapes(case)[:2], case.H_v, case.V), case.dtype)
         test_norm.check(of_norm, test_norm.make(of_norm, "cuda"))
         return ["y and the gradients are within their bars"]
+    if call == "convolution":
+        fields = {name: getattr(case, name) for name in ("B", "T", "lengths", "dtype")}
+        ratios = test_convolution.ratios(test_convolution.Case(**fields, D=2 * case.H_k * case.K + case.H_v * case.V))
+        lines = [f"{name:12} {ratio:.2f} of its bar" for name, ratio in ratios.items()]
+        return [*lines, *(f"MISS {name}" for name, ratio in ratios.items() if not ratio <= 1)]
     if call.startswith("decode"):  # a trial has its own bars, and raises an error
         ratios = trials.run(trials.Trial(call, case), "cuda")
         return [f"{name:12} {ratio:.2f} of its bar" for name, ratio in ratios.items()]

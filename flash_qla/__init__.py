@@ -12,6 +12,7 @@ if Path(__file__).with_name("ops").joinpath("utils/__init__.py").exists():  # on
 
 from flash_qla import ops as ops, testing as testing  # ops loads the library
 from flash_qla._version import __version__
+from flash_qla.convolution import causal_conv1d, prefill_causal_conv1d
 from flash_qla.gated_delta_rule import (
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
@@ -42,6 +43,7 @@ if not TYPE_CHECKING:  # a type checker would take any attribute for one that ex
 
 __all__ = [
     "__version__",
+    "causal_conv1d",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
@@ -51,5 +53,6 @@ __all__ = [
     "decode_gated_delta_rule_buffered",
     "decode_gated_delta_rule_packed",
     "gated_rms_norm",
+    "prefill_causal_conv1d",
     "prefill_gated_delta_rule",
 ]

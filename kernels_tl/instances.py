@@ -6,6 +6,7 @@ Value rows, head counts, batch, lengths and layouts are run-time numbers.
 from build_tools.instance import Instance
 from kernels_tl import config
 from kernels_tl.config import is_wide
+from kernels_tl.convolution import tile as conv_tile
 from kernels_tl.norm import tiles as norm
 
 DTYPES = ("bfloat16", "float16")
@@ -56,6 +57,17 @@ def normalizations(dtype, K):
 INSTANCES = [
     Instance("plan.chunk_plan", {}),
     Instance("tokens.copy_tokens", {}),
+    # the convolution before the delta rule
+    *(
+        Instance("convolution.causal_conv1d", {"dtype": dtype}, facts=tile.facts)
+        for dtype, tile in conv_tile.FORWARD.items()
+    ),
+    *(
+        Instance("convolution.causal_conv1d_backward", {"dtype": dtype}, facts=tile.facts)
+        for dtype, tile in conv_tile.BACKWARD.items()
+    ),
+    Instance("convolution.conv_windows", {}),
+    Instance("convolution.conv_gradients", {}),
     # forward
     *(Instance("matrices.chunk_matrices", types | {"normalize": norm}) for types in TYPES for norm in (False, True)),
     *(

@@ -22,18 +22,30 @@ NAMES = sorted(
     for name in torch._C._dispatch_get_all_op_names()
     if re.match(r"flash_qla::[^_.][^.]*(?<!_replay)(?<!_finish)$", name)
 )
+CONVOLUTIONS = [name for name in NAMES if "causal_conv1d" in name]
 WITH_POOL = [name for name in NAMES if "state_pool" in str(getattr(torch.ops.flash_qla, name).default._schema)]
 LENGTHS = (70, 64, 0, 133)
 DECODED = (2, 1, 0, 3)
 SLOTS = 9  # of the pool
 
 BY_TOKEN = {"q", "k", "v", "g", "beta", "A", "do", "g_raw", "a", "b", "mixed_qkv"}
-BY_TOKEN |= {"o", "g_cumsum", "dq", "dk", "dv", "dmixed_qkv", "db", "dg"}
-BY_TOKEN |= {"z", "y", "dy", "dz"}
+BY_TOKEN |= {"x", "y", "dx", "dy", "z", "dz", "o", "g_cumsum", "dq", "dk", "dv", "dmixed_qkv", "db", "dg"}
 BY_SEQUENCE = {"initial_state", "dht", "final_state", "dh0", "intermediate_states"}
 BY_NUMBER = {"state_indices", "write_pos", "force_flush"}  # a number for each sequence
 OF_SLOTS = {"state_pool", "d_cache", "k_cache", "g_cache"}
-OF_ALL = {"A_log", "dt_bias", "dA_log", "ddt_bias", "weight", "dweight"}
+OF_ALL = {"A_log", "dt_bias", "dA_log", "ddt_bias", "weight", "bias", "dweight", "dbias"}
+
+
+def convolution_arguments(cu_seqlens: torch.Tensor, seed: int, dtype, state_dtype, D: int = 24, W: int = 4) -> dict:
+    """Those of the convolution's ops on packed sequences, and window_pool."""
+    generator, N, T = torch.Generator().manual_seed(seed + 2), len(cu_seqlens) - 1, int(cu_seqlens[-1])
+
+    def randn(*shape, dtype=dtype):
+        return torch.randn(*shape, generator=generator).to(cu_seqlens.device, dtype)
+
+    windows = {x: randn(N, D, W - 1, dtype=state_dtype) for x in ("initial_state", "dht")}
+    windows["window_pool"] = randn(SLOTS, D, W - 1, dtype=state_dtype)
+    return windows | {"x": randn(1, T, D), "dy": randn(1, T, D), "weight": randn(D, W), "bias": randn(D)}
 
 
 def op_of(name: str):
@@ -157,13 +169,18 @@ def make_call(
     known |= {"output_final_state": True, "output_h": True, "map_sequences": [0, 3]}
     known |= {"num_k_heads": case.H_k, "head_k_dim": case.K}
     known["mixed_qkv"] = torch.cat([known[x].flatten(2) for x in ("q", "k", "v")], -1)
+    if name in CONVOLUTIONS:
+        known |= convolution_arguments(known["cu_seqlens"], seed, dtype, state_dtype)
     N, generator = len(lengths), torch.Generator().manual_seed(seed + 1)
 
     def states(*outer):
         return torch.randn(*outer, case.H_v, case.V, case.K, generator=generator).to(device, state_dtype)
 
     if "state_pool" in schema:
-        known |= {"state_pool": states(SLOTS), "state_indices": torch.tensor((7, 0, 3, 5)[:N]).to(device)}
+        known |= {
+            "state_pool": known.get("window_pool", states(SLOTS)),
+            "state_indices": torch.tensor((7, 0, 3, 5)[:N]).to(device),
+        }
     if name.startswith("prefill"):
         known |= {"checkpoint_every": 64, "checkpoints": states(sum(x // 64 for x in lengths))}
     if name.startswith("decode"):

@@ -400,3 +400,27 @@ def chunk_inverse(k, beta, cu_seqlens=None, use_qk_l2norm_in_kernel=False, dtype
         A = torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False, unitriangular=True)
         out[rows[in_chunk]] = A.transpose(1, 2)[in_chunk]
     return out.reshape(B, T, H_v, CHUNK)
+
+
+def causal_conv1d(x, weight, bias=None, use_silu=True, initial_state=None, cu_seqlens=None):
+    """The causal depthwise convolution, from its definition; can be differentiated.
+
+    Returns:
+        y: [B, T, D]; zeros for tokens of no sequence.
+        final_state: the last rows of the initial window and the tokens, [N, D, columns].
+    """
+    x, weight = x.double(), weight.double().flatten(1)
+    (B, T, D), W = x.shape, weight.shape[1]
+    offsets = [T * n for n in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    columns = W - 1 if initial_state is None else initial_state.shape[2]
+    y, windows = [], []
+    for n, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        window = x.new_zeros(columns, D) if initial_state is None else initial_state[n].double().T
+        rows = torch.cat((window, x.flatten(0, 1)[begin:end]))
+        windows.append(rows[len(rows) - columns :].T)
+        first = columns - (W - 1)
+        out = sum(weight[:, w] * rows[first + w : first + w + end - begin] for w in range(W))
+        y.append(out if bias is None else out + bias.double())
+    y = torch.cat(y) if y else x.new_zeros(0, D)
+    y = F.pad(F.silu(y) if use_silu else y, (0, 0, 0, B * T - len(y)))
+    return y.view(B, T, D), torch.stack(windows) if windows else x.new_zeros(0, D, columns)

@@ -9,6 +9,7 @@ import itertools
 
 import begin_finish
 import pytest
+import test_convolution
 import test_decode
 import test_decode_buffered
 import test_norm
@@ -163,6 +164,16 @@ for dtype, pool_dtype in ((torch.bfloat16, torch.float32), (torch.float16, torch
             short = {"checkpoint_every": 50, "batch_invariant": True}  # the chunks before checkpoints are short
             assert finite([flash_qla.prefill_gated_delta_rule(**arguments | short)]), (case, mode)
     print("done:", case, pool_dtype, flush=True)
+# The convolution: widths, dtypes, rows in pieces and channel by channel, and offsets that are outside
+for case in test_convolution.CASES:
+    inputs = test_convolution.make_inputs(case, "cuda")
+    gradients = test_convolution.make_gradients(case, inputs)
+    finite_dy = gradients["dy"].cpu().nan_to_num().cuda()
+    assert finite(test_convolution.run_ops(inputs, gradients | {"dy": finite_dy}).values()), case
+    for layout in ("odd slices", "every second channel"):
+        moved = {"x": test_convolution.LAYOUTS[layout](inputs["x"])}
+        assert finite(test_convolution.run_ops(inputs | moved, gradients | {"dy": finite_dy}).values()), (case, layout)
+    print("done:", case, flush=True)
 
 # The norm: every instance, in steps over rows of three strides
 for dtype, V in itertools.product(test_norm.DTYPES, (64, 100, 264)):

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -191,6 +192,18 @@ def test_ways_of_the_prefill(on_cpu):
     first = calls([300, 70])["op"]()
     for way in ways[1:]:
         torch.testing.assert_close(calls([300, 70])[way](), first)
+
+
+def test_convolution(on_cpu):
+    """Rows of a batch, and packed sequences."""
+    spec = importlib.util.spec_from_file_location("of_convolution", BENCHMARKS / "convolution.py")
+    module = importlib.util.module_from_spec(spec)  # tests/ has a module of the same name
+    spec.loader.exec_module(module)
+    cells = list(module.measure("flash_qla", options(sequences="64x2,9+70")))
+    assert [cell["D"] for cell in cells] == [2 * 24 + 2 * 40] * 2
+    for cell in cells:
+        assert cell["error"] < 3e-3 and cell["us"].keys() == cell["floor_us"].keys()
+        module.report([cell])
 
 
 # All figures in one call

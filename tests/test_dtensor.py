@@ -8,6 +8,7 @@ from cases import Case
 from dtensor_ranks import (
     PLACEMENTS,
     compiled,
+    convolution,
     norm,
     partial_gradients,
     partial_gradients_beside_heads,
@@ -47,6 +48,12 @@ def test_training(placement, device):
     batch, packed = (BATCH, PACKED) if device == "cpu" else (GPU_BATCH, GPU_PACKED)
     cases = batch if placement == "batch" else batch + packed
     assert run_on_ranks(2, training, cases, placement, device=device) == [len(cases)] * 2
+
+
+@on_both
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_convolution(placement, device):
+    assert run_on_ranks(2, convolution, placement, device=device) == [None] * 2
 
 
 @on_both
@@ -103,7 +110,8 @@ def test_every_op_is_here():
     others = {x for x in NAMES if not x.endswith("_begin")}
     suffixes = ("", "_fwd", "_bwd", "_packed", "_packed_bwd")
     of_chunks = {f"chunk_gated_delta_rule{suffix}" for suffix in suffixes}
-    assert others == {*WITH_POOL, *of_chunks, "gated_rms_norm", "gated_rms_norm_bwd"}
+    around = {"causal_conv1d", "causal_conv1d_bwd", "gated_rms_norm", "gated_rms_norm_bwd"}
+    assert others == {*WITH_POOL} | of_chunks | around
 
 
 def test_refusals():

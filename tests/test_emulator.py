@@ -34,6 +34,7 @@ SELECTED = {
     " or (more_sequences and 300 and fused and not segment1)",
     "test_begin_finish.py": "decayed or negligible or (recurrence and (tiny or l2norm or zero and 192))",
     "test_max_seqlen.py": "launched",
+    "test_convolution.py": "not (compile or opcheck or many or autocast)",
     "test_large_states.py": "(rows and (fused or cut) and (two or raw)) or (reset and 3-) or wide or maps"
     " or (prefill and bfloat16 and (fused or narrow))",
     "test_pairs.py": "not (contents or chunk and (many or long or one))",
@@ -80,6 +81,7 @@ def test_in_emulation(package, sms):
         ("--kernel segment_scan --shape 130+0+64", 0),
         ("--kernel token_gradients --shape 1x70 --heads 1x2", 0),
         ("--kernel decode_buffered --shape 2x1", 0),
+        ("--kernel causal_conv1d_backward --shape 130+0+64", 0),
         ("--kernel segment_scan --shape 1x70 --mode fused=1", 1),
     ),
 )

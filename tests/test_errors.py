@@ -393,8 +393,8 @@ def minimal(function) -> dict:
 def test_no_tensor_as_a_tensor(function):
     """Each argument."""
     names = [x for x in arguments_of(function, torch.Tensor) if x not in ("gk", "gv")]  # these are refused
-    tokens = {"q" if "q" in names else "mixed_qkv", "a" if "a" in names else "g"}
-    assert ({"o", "z"} if function is flash_qla.gated_rms_norm else tokens) < set(names)
+    of_rule = {"q" if "q" in names else "mixed_qkv", "a" if "a" in names else "g"}
+    assert ({"x", "weight"} if "x" in names else {"o", "z"} if "z" in names else of_rule) < set(names)
     for name, value in itertools.product(names, ([0, 3], (0, 3), np.zeros(3), 1.5)):
         text = rf"^{function.__name__}: {name} is of type {type(value).__name__}; pass a tensor on the device of"
         with pytest.raises(TypeError, match=text) as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import Case, make_gradients, make_inputs
-from every_op import NAMES, later_ops, make_call, op_of
+from every_op import CONVOLUTIONS, NAMES, later_ops, make_call, op_of
 from subprocesses import run_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -53,6 +53,10 @@ def test_every_op(name):
     """begin and finish count as the pass."""
     call = make_call(name, "cpu")
     tokens = sum(call.lengths)
+    if name in CONVOLUTIONS:
+        D, W = call.arguments["weight"].shape
+        assert counted(call) == tokens * D * W * (4 if name.endswith("_bwd") else 2)
+        return
     if name.startswith("gated_rms_norm"):
         flop = lambda K, V: 0  # noqa: E731  no product of matrices
     elif name.startswith("decode"):

@@ -14,7 +14,8 @@ WRITES = {
     name: [x.name for x in op_of(name)._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
     for name in (*NAMES, *(later for name in NAMES for later in later_ops(name)))
 }
-WITH_DERIVATIVES = {f"chunk_gated_delta_rule{of}" for of in ("", "_fwd", "_packed")} | {"gated_rms_norm"}
+WITH_DERIVATIVES = {f"chunk_gated_delta_rule{of}" for of in ("", "_fwd", "_packed")}
+WITH_DERIVATIVES |= {"causal_conv1d", "gated_rms_norm"}
 WITHOUT_DERIVATIVES = sorted({*NAMES} - WITH_DERIVATIVES)
 
 
@@ -49,6 +50,7 @@ def test_which_ops_write():
     written = {name: names for name, names in WRITES.items() if names}
     assert written == {
         "prefill_gated_delta_rule": ["state_pool", "checkpoints", "out", "h"],
+        "prefill_causal_conv1d": ["state_pool"],
         "decode_gated_delta_rule": ["state_pool", "intermediate_states", "out"],
         "decode_gated_delta_rule_packed": ["state_pool", "intermediate_states", "out"],
         "decode_gated_delta_rule_buffered": ["state_pool", "d_cache", "k_cache", "g_cache", "out"],

@@ -57,7 +57,7 @@ def test_part_of_a_lazy_clone(device, name):
     """What is written gets memory of its own first, which its views share."""
     arguments = arguments_of(name, device)
     pool = torch._lazy_clone(arguments["state_pool"])
-    other = "b" if "b" in arguments else "beta"
+    other = next(x for x in ("b", "beta", "bias") if x in arguments)
     part = pool.view(-1)[: arguments[other].numel()].view(arguments[other].shape)
     with pytest.raises(RuntimeError, match=f"{name}: state_pool shares memory with {other}, expected"):
         op_of(name)(**arguments | {"state_pool": pool, other: part})
@@ -174,7 +174,7 @@ def test_no_exception_stays_in_flight(device, name):
     counts = []
 
     def raise_several():
-        for x in ("k", "v", "mixed_qkv", "z"):
+        for x in ("k", "v", "mixed_qkv", "x", "z"):
             if x in arguments:
                 with pytest.raises(RuntimeError, match=f"flash_qla::{name}:"):
                     op_of(name)(**arguments | {x: arguments[x][..., :-1]})

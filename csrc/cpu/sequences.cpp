@@ -21,7 +21,7 @@ void say_once_that_this_is_slow(const char* op) {
 std::vector<cpu::Sequence> list_sequences(const Call& call) {
   std::vector<cpu::Sequence> sequences(call.N);
   if (call.varlen) {
-    const std::vector<int64_t> offsets = checked_offsets(call);
+    const std::vector<int64_t> offsets = checked_offsets(call.op, *call.cu_seqlens, call.N, call.T);
     int64_t chunk = 0;
     for (int64_t n = 0; n < call.N; ++n) {
       sequences[n] = {.index = n, .begin = offsets[n], .end = offsets[n + 1], .first_chunk = chunk};

@@ -5,4 +5,4 @@ Schemas and kernels are in libflash_qla.so, which works without this package. `s
 from its schema, and the other modules register by these names.
 """
 
-from flash_qla.ops import autocast, autograd, fakes, flops, sharding  # noqa: F401  importing a module registers what it has
+from flash_qla.ops import autocast, autograd, convolution_fakes, fakes, flops, sharding  # noqa: F401  importing a module registers what it has

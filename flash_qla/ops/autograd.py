@@ -1,9 +1,10 @@
 """Autograd of the ops.
 
 chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have one formula, the op chunk_gated_delta_rule_bwd;
-chunk_gated_delta_rule_packed has chunk_gated_delta_rule_packed_bwd, and gated_rms_norm has gated_rms_norm_bwd. Autograd
-saves their inputs and nothing else. The other ops have no derivatives: the results of the backward's ops do not require
-gradients, nor do those of begin and finish, from which flash_qla/cp/passes.py builds a function that has gradients.
+chunk_gated_delta_rule_packed has chunk_gated_delta_rule_packed_bwd, and so have causal_conv1d and gated_rms_norm.
+Autograd saves their inputs and nothing else. The other ops have no derivatives: the results of the backward's ops do
+not require gradients, nor do those of begin and finish, from which flash_qla/cp/passes.py builds a function that has
+gradients.
 """
 
 import operator
@@ -15,6 +16,11 @@ from torch.autograd import forward_ad
 from flash_qla.ops import schemas
 
 _library = torch.library.Library("flash_qla", "FRAGMENT")  # the registrations live as long as this object
+
+
+def _items(*places):
+    """operator.itemgetter, whose result is a tuple for one place too."""
+    return operator.itemgetter(*places) if len(places) > 1 else lambda items: tuple(items[i] for i in places)
 
 
 class _Formula:
@@ -44,6 +50,12 @@ _RESULTS = {"o": "do", "final_state": "dht"}
 _BACKWARD = _Formula(schemas.backward, schemas.forward, ("q", "k", "v", *_OTHERS), _RESULTS)
 _BACKWARD_PACKED = _Formula(schemas.backward_packed, schemas.forward_packed, ("mixed_qkv", *_OTHERS), _RESULTS)
 _BACKWARD_NORM = _Formula(schemas.norm_backward, schemas.norm, ("o", "z", "weight"), {"y": "dy"})
+_BACKWARD_CONVOLUTION = _Formula(
+    schemas.convolution_backward,
+    schemas.convolution,
+    ("x", "weight", "bias", "initial_state"),
+    {"y": "dy", "final_state": "dht"},
+)
 
 
 class _Function(torch.autograd.function._SingleLevelFunction):
@@ -107,7 +119,7 @@ def _register_derivative(op, formula):
     after_autograd, below_autograd = torch._C._after_autograd_keyset, torch._C._AutoDispatchBelowAutograd
     names, defaults = zip(*((x.name, x.default_value) for x in op._schema.arguments), strict=True)
     tensors_of, options_of, differentiated_of = (
-        operator.itemgetter(*map(names.index, x)) for x in (formula.tensors, formula.options, formula.differentiated)
+        _items(*map(names.index, x)) for x in (formula.tensors, formula.options, formula.differentiated)
     )
     last_is_optional = names.index("output_final_state") if "output_final_state" in names else None
     places = [i for i, x in enumerate(op._schema.returns) if x.name in formula.results]
@@ -154,10 +166,10 @@ def call(op, *args):
 _register_derivative(schemas.forward, _BACKWARD)
 _register_derivative(schemas.forward_low_level, _BACKWARD)
 _register_derivative(schemas.forward_packed, _BACKWARD_PACKED)
+_register_derivative(schemas.convolution, _BACKWARD_CONVOLUTION)
 _register_derivative(schemas.norm, _BACKWARD_NORM)
 
 
-_BACKWARDS = (schemas.backward, schemas.backward_packed, schemas.norm_backward)
 _CreationMeta = torch._C._autograd.CreationMeta
 
 # Ops without derivatives behave as PyTorch's own: their results depend on the inputs that require gradients, and the
@@ -174,7 +186,7 @@ class _Underivable(_Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        again = " (double backward)" if ctx.op in _BACKWARDS else ""
+        again = " (double backward)" if ctx.op._opname.endswith("_bwd") else ""
         raise NotImplementedError(f"derivative for flash_qla::{ctx.op._opname} is not implemented{again}")
 
 
@@ -254,9 +266,10 @@ def _register_without_derivative(op):
 
 
 for _op in (
-    *_BACKWARDS,
+    *(schemas.backward, schemas.backward_packed, schemas.convolution_backward, schemas.norm_backward),
     *(schemas.forward_begin, schemas.forward_finish),
     *(schemas.backward_begin, schemas.backward_replay, schemas.backward_finish),
     *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
+    schemas.convolution_prefill,
 ):
     _register_without_derivative(_op)

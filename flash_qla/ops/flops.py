@@ -20,6 +20,8 @@ The last two are part of the formula, although the kernels take them from U and 
     backward    2 (8 K V + 5 C (K + V) + 2 C^2)      442 kFLOP at K = V = 128
     decoding    2 (3 K V): S k, S q and the product of the change with k, which buffered decoding defers
 
+A channel and token of the convolution takes 2 W, and 4 W in the backward, as PyTorch counts its own.
+
 A count has all tokens of the call. It includes tokens after the last offset of cu_seqlens, because the host never reads
 the offsets. Maps of splits and of ranks do not count, because their number depends on the lengths and on the card. If
 a pass has several ops, the last one has the count of the whole pass.
@@ -72,6 +74,17 @@ def _of_packed(op, flop):
     return count
 
 
+def _of_convolution(op, per_tap):
+    """The op's count of FLOP, as PyTorch's of a convolution: per_tap of each channel and token."""
+    call_type = schemas.call_of(op)
+
+    def count(*args, out_shape=None, **kwargs):
+        call = call_type(*args, **kwargs)
+        return math.prod(call.x) * call.weight[-1] * per_tap
+
+    return count
+
+
 def _of_packed_decoding(*args, out_shape=None, **kwargs):
     call = schemas.DecodePackedCall(*args, **kwargs)
     _, H_v, *state = call.state_pool  # [V, K] or [K, V]
@@ -97,6 +110,8 @@ def _register(flop_counter):
     for op, flop in ((schemas.forward_packed, forward_flop), (schemas.backward_packed, backward_flop)):
         flop_counter.register_flop_formula(op.overloadpacket)(_of_packed(op, flop))
     flop_counter.register_flop_formula(schemas.decode_packed.overloadpacket)(_of_packed_decoding)
+    for op, per_tap in ((schemas.convolution, 2), (schemas.convolution_prefill, 2), (schemas.convolution_backward, 4)):
+        flop_counter.register_flop_formula(op.overloadpacket)(_of_convolution(op, per_tap))
     without_products = (schemas.norm, schemas.norm_backward)
     for op in (schemas.forward_begin, schemas.backward_begin, schemas.backward_replay, *without_products):
         flop_counter.register_flop_formula(op.overloadpacket)(_nothing)

@@ -23,6 +23,10 @@ decode_buffered = torch.ops.flash_qla.decode_gated_delta_rule_buffered.default
 norm = torch.ops.flash_qla.gated_rms_norm.default
 norm_backward = torch.ops.flash_qla.gated_rms_norm_bwd.default
 
+convolution = torch.ops.flash_qla.causal_conv1d.default
+convolution_backward = torch.ops.flash_qla.causal_conv1d_bwd.default
+convolution_prefill = torch.ops.flash_qla.prefill_causal_conv1d.default
+
 
 def call_of(op):
     """A named tuple of the op's arguments, with their defaults and the op's name.

@@ -9,10 +9,14 @@ heads or over the batch, and exchanges nothing:
     initial_state, final_state, dht, dh0 [N, H_v, ...]  Shard(0)     Shard(1)
     A_log, dt_bias [H_v]                                Replicate    Shard(0)
     dA_log, ddt_bias [H_v]                              Partial      Shard(0)
+    x, y, dx, dy [B, T, D] of the convolution           Shard(0)     Shard(2)
+    weight [D, W], bias [D]; dweight and dbias          as A_log; as dA_log
     cu_seqlens and tables of indices                    -            Replicate
 
 If the tensors of a call are placed differently, DTensor redistributes some of them, as for PyTorch's own ops. Other
 placements are errors, because a gather of tokens is not what a caller wants.
+
+The channels of the convolution count as heads, its windows as states.
 
 Value head h uses query/key head h // (H_v / H_k). So the number of shards of heads divides H_k, and a shard has whole
 groups. The ops on a pool are not sharded over the batch, because all sequences share the pool. Their tensors have to be
@@ -37,6 +41,8 @@ _DIMENSIONS = {
     **dict.fromkeys(("o", "out", "g_cumsum", "h", "dq", "dk", "dv", "db", "dg"), _TOKENS),
     **dict.fromkeys(("initial_state", "dht", "final_state", "dh0"), _STATES),
     **dict.fromkeys(("A_log", "dt_bias", "dA_log", "ddt_bias"), _OF_HEADS),
+    **dict.fromkeys(("x", "y", "dx", "dy"), _TOKENS),
+    **dict.fromkeys(("weight", "bias", "dweight", "dbias"), _OF_HEADS),
     **dict.fromkeys(("state_pool", "checkpoints", "d_cache", "k_cache", "g_cache"), (None, 1)),
     "intermediate_states": (None, 2),
     **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state", "checkpoint_indices"), _TABLE),
@@ -54,6 +60,7 @@ _NEEDS = {
     "dh0": "initial_state",
     "dA_log": "A_log",
     "ddt_bias": "dt_bias",
+    "dbias": "bias",
 }
 
 
@@ -63,6 +70,7 @@ def _strategies_of(op):
 
     call_type = schemas.call_of(op)
     results = [x.name for x in op._schema.returns]
+    tokens = "x" if "x" in call_type._fields else "q"  # the tensor whose heads or channels are divided
     is_written = any(x.alias_info is not None and x.alias_info.is_write for x in op._schema.arguments)
 
     def placement_of(name, over):
@@ -98,11 +106,12 @@ def _strategies_of(op):
         return over_heads
 
     def check_heads(specs, over_heads):
-        mesh, H_k = specs["q"].mesh, specs["q"].shape[2]
+        mesh, H_k = specs[tokens].mesh, specs[tokens].shape[2]
         shards = math.prod(mesh.size(i) for i in over_heads)
         if H_k % shards:
             raise ValueError(
-                f"flash_qla::{op._opname}: q has {H_k} heads, expected a multiple of {shards}, the number of shards"
+                f"flash_qla::{op._opname}: {tokens} has {H_k} {'heads' if tokens == 'q' else 'channels'}, expected a "
+                f"multiple of {shards}, the number of shards"
             )
         if over_heads and H_k % mesh.size():  # a partial sum could become a shard of heads on all dimensions
             for name, spec in specs.items():
@@ -131,7 +140,7 @@ def _strategies_of(op):
             check_unmoved(specs, over_heads)
         if _HEADS in choices:
             check_heads(specs, over_heads)
-            if not over_heads and specs["q"].shape[2] % specs["q"].mesh.size():
+            if not over_heads and specs[tokens].shape[2] % specs[tokens].mesh.size():
                 choices.remove(_HEADS)
         names = [*call_type._fields[: len(args)], *kwargs]
         return [
@@ -184,6 +193,7 @@ def _register_all(tensor):
         *(schemas.forward, schemas.forward_low_level, schemas.backward),
         *(schemas.forward_packed, schemas.backward_packed),
         *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
+        *(schemas.convolution, schemas.convolution_backward, schemas.convolution_prefill),
         *(schemas.norm, schemas.norm_backward),
     )
     try:

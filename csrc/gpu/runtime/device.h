@@ -37,5 +37,7 @@ std::string refusal(int driver_cuda_version);
 void check_gpu(const char* op, const Tensor& tensor);
 // Throws, with the argument's name, if the call runs on a CPU only: dtypes, head dims, sizes, architecture.
 void check_supported_on_gpu(const Tokens& call, const Tensor& q);
+// The same for the driver and the architecture alone.
+void check_gpu(const char* op, const Tensor& tensor);
 
 }  // namespace flash_qla

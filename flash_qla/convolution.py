@@ -1,0 +1,140 @@
+"""The causal depthwise convolution that stands before the Gated Delta Rule in a Gated DeltaNet layer.
+
+Over each channel d of W taps, W from 2 to 4, with rows before a sequence's first token from its window, or zeros:
+
+    y[t, d] = act(bias[d] + sum over w of weight[d, w] x[t - (W - 1) + w, d])
+
+A window is the state of the convolution: the last rows of a sequence. Tokens come before channels, so q, k and v of the
+Gated Delta Rule are slices of y.
+"""
+
+from typing import Literal, TypeAlias
+
+import torch
+
+from flash_qla.ops import autograd
+from flash_qla.ops.checks import explain
+
+Activation: TypeAlias = Literal["silu", "swish"] | None
+
+
+def _uses_silu(function: str, activation: Activation) -> bool:
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"{function}: activation is {activation!r}, expected 'silu', 'swish' or None")
+    return activation is not None
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: Activation = "silu",
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The causal depthwise convolution over whole sequences; the module has the formula.
+
+        x = torch.randn(2, 1000, 2048, dtype=torch.bfloat16, device="cuda")
+        weight = torch.randn(2048, 4, dtype=torch.bfloat16, device="cuda")
+        y, window = causal_conv1d(x, weight, output_final_state=True)
+        z, window = causal_conv1d(more, weight, initial_state=window, output_final_state=True)
+
+    x is read where it is if its channels are neighbours; another layout is copied first. On the GPU, reads are vectors
+    of 4 channels if D and the strides are multiples of 4 and x begins at a multiple of 4 channels, and otherwise
+    channel by channel. Arithmetic is in float32 (float64 for float64 inputs). The bits of y[t] depend on its W rows
+    alone. So a sequence in pieces, each from the window of the one before, has the bits of the whole one.
+    torch.autocast casts x, and nothing else.
+
+    y and final_state can be differentiated, once, with respect to x, weight, bias and initial_state. Each gradient has
+    the dtype of its tensor. Those of weight and bias are summed in float32, always in the same order. Autograd saves
+    the inputs for the backward, and nothing else.
+
+    Args:
+        x: [B, T, D], bfloat16, float16 or float32; float64 on the CPU alone.
+        weight: [D, W], or [D, 1, W] as torch.nn.Conv1d has it, in the dtype of x or float32. W is 2, 3 or 4.
+        bias: [D], in the dtype of x or float32; zero by default.
+        activation: "silu" (also "swish"), y * sigmoid(y); or None.
+        initial_state: window before the first token of each sequence, [N, D, W - 1], any strides, in the dtype of x or
+            float32; zeros by default. [N, D, W] is taken too; its first column does not enter y. N is B, or the number
+            of sequences in cu_seqlens.
+        output_final_state: return the window after the last token of each sequence too. A sequence with fewer tokens
+            than the window still has rows of its initial one.
+        cu_seqlens: offsets of sequences packed along T, [N + 1], as those of chunk_gated_delta_rule. Tokens from the
+            last offset on belong to no sequence: zeros in y and in the gradient of x.
+
+    Returns:
+        y: [B, T, D], in the dtype of x, contiguous.
+        final_state: as initial_state in shape and dtype, or [N, D, W - 1] in the dtype of x without one, contiguous;
+            None unless output_final_state.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype or shape; or offsets are wrong and checked. The message
+            names the argument, what was expected and what came.
+        ValueError: the activation is unknown.
+        TypeError: a list, an array or a NestedTensor came where a tensor is expected.
+        NotImplementedError: gradients made with create_graph=True are differentiated again; or forward-mode
+            differentiation.
+    """
+    use_silu = _uses_silu("causal_conv1d", activation)
+    op = torch.ops.flash_qla.causal_conv1d
+    try:
+        y, final_state = autograd.call(op, x, weight, bias, use_silu, initial_state, output_final_state, cu_seqlens)
+    except Exception:
+        explain(causal_conv1d, locals())
+        raise
+    return y, final_state if output_final_state else None
+
+
+def prefill_causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state_pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    *,
+    activation: Activation = "silu",
+    cu_seqlens: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    null_index: int = -1,
+) -> torch.Tensor:
+    """causal_conv1d on windows in a pool, which it reads and writes in place.
+
+        pool = torch.zeros(slots, D, 3, dtype=torch.bfloat16, device="cuda")
+        y = prefill_causal_conv1d(x, weight, None, pool, state_indices, cu_seqlens=cu_seqlens)
+
+    The function has no derivative. It increments the version of state_pool. torch.autocast casts x, as for
+    causal_conv1d.
+
+    Args:
+        x, weight, bias, activation, cu_seqlens: as those of causal_conv1d.
+        state_pool: [slots, D, W - 1] or [slots, D, W], any strides, as a view [slots, W - 1, D] with two dimensions
+            swapped has them; in the dtype of x or float32. It is written.
+        state_indices: slot of each sequence, [N], int32 or int64. An empty sequence does not change its slot, so the
+            slot may be another sequence's. If an empty sequence starts from zeros, its slot becomes zeros.
+        has_initial_state: [N], bool: False if the sequence starts from zeros, whatever its slot holds. True for all
+            sequences by default.
+        null_index: an index of at most this is no slot: the sequence starts from zeros, and no window is written.
+
+    Returns:
+        y: [B, T, D], in the dtype of x, contiguous.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype or shape; or state_pool overlaps itself or another
+            argument. On the CPU or with FLASH_QLA_CHECK=1 also: an index is out of range, or two sequences write one
+            slot. The message names the argument, what was expected and what came, and nothing has been written.
+            Unchecked, the GPU treats an index out of range as no slot, and the contents of a slot that is written twice
+            are undefined.
+        ValueError: the activation is unknown.
+        TypeError: a list, an array or a NestedTensor came where a tensor is expected.
+        NotImplementedError: a gradient is asked for.
+    """
+    use_silu = _uses_silu("prefill_causal_conv1d", activation)
+    try:
+        return torch.ops.flash_qla.prefill_causal_conv1d(
+            x, weight, bias, state_pool, state_indices, use_silu, cu_seqlens, has_initial_state, null_index
+        )
+    except Exception:
+        explain(prefill_causal_conv1d, locals())
+        raise
