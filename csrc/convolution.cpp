@@ -37,8 +37,9 @@ Convolution read_inputs(const char* op, ConvolutionArguments arguments) {
   call.D = call.x.size(2);
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   check(call.D >= 1 && call.D <= kMax, call.op, "x has ", call.D, " channels, expected 1 to ", kMax);
-  check(call.B <= kMax && call.T <= kMax && call.B * call.T <= kMax, call.op, "x has ", call.B, " x ", call.T,
-        " tokens, expected at most ", kMax, " (B * T)");
+  constexpr int64_t kMostTokens = kMax - 63;  // kernels count in 32 bits, and beyond the last token
+  check(call.B <= kMostTokens && call.T <= kMostTokens && call.B * call.T <= kMostTokens, call.op, "x has ", call.B,
+        " x ", call.T, " tokens, expected at most ", kMostTokens, " (B * T)");
 
   check_dtype(call, "weight", call.weight);
   const int64_t rank = call.weight.dim();

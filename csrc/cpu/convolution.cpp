@@ -164,6 +164,10 @@ struct Inputs {
     return slot == kNoState ? CT(0) : initial.get<CT>(slot, d, call.columns + row);
   }
   void load(const Span& span, int64_t row, const Block& block, CT* to) const {
+    if (row >= 0) {
+      std::copy_n(x[span.begin + row] + block.first, block.count, to);
+      return;
+    }
     for (int64_t c = 0; c < block.count; ++c) {
       to[c] = element(span, row, block.first + c);
     }
