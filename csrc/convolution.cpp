@@ -15,50 +15,52 @@ constexpr int64_t kLeastWidth = 2, kMostWidth = 4;
 
 void check_dtype(const Convolution& call, const char* name, const Tensor& tensor) {
   if (!has_dtype(tensor, call.dtype) && !has_dtype(tensor, ScalarType::Float)) [[unlikely]] {
-    fail(call.op, name, " has dtype ", dtype_string(tensor), ", expected ", dtype_string(call.dtype),
-         ", the dtype of x, or float32");
+    fail(call.op, name, " has dtype ", dtype_string(tensor), ", expected ", dtype_string(call.dtype), ", the dtype of ",
+         call.names.x, ", or float32");
   }
 }
 
 // Reads the sizes, and checks all arguments of the forward but windows.
-Convolution read_inputs(const char* op, ConvolutionArguments arguments) {
+Convolution read_inputs(const char* op, ConvolutionArguments arguments, const ConvolutionNames& names = {}) {
   Convolution call;
+  call.names = names;
   static_cast<ConvolutionArguments&>(call) = std::move(arguments);
   call.op = op;
-  check_devices(call.op, call.x,
-                {{"weight", &call.weight}, {"bias", or_null(call.bias)}, {"cu_seqlens", or_null(call.cu_seqlens)}},
-                "x");
-  check_floating(call.op, "x", call.x);
-  check_rank(call.op, "x", call.x, 3, "[B, T, D]");
+  check_devices(
+      call.op, call.x,
+      {{names.weight, &call.weight}, {names.bias, or_null(call.bias)}, {"cu_seqlens", or_null(call.cu_seqlens)}},
+      names.x);
+  check_floating(call.op, names.x, call.x);
+  check_rank(call.op, names.x, call.x, 3, "[B, T, D]");
   call.dtype = call.x.scalar_type();
   call.compute_dtype = call.dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   call.B = call.N = call.x.size(0);
   call.T = call.x.size(1);
   call.D = call.x.size(2);
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  check(call.D >= 1 && call.D <= kMax, call.op, "x has ", call.D, " channels, expected 1 to ", kMax);
+  check(call.D >= 1 && call.D <= kMax, call.op, names.x, " has ", call.D, " channels, expected 1 to ", kMax);
   constexpr int64_t kMostTokens = kMax - 63;  // kernels count in 32 bits, and beyond the last token
-  check(call.B <= kMostTokens && call.T <= kMostTokens && call.B * call.T <= kMostTokens, call.op, "x has ", call.B,
-        " x ", call.T, " tokens, expected at most ", kMostTokens, " (B * T)");
+  check(call.B <= kMostTokens && call.T <= kMostTokens && call.B * call.T <= kMostTokens, call.op, names.x, " has ",
+        call.B, " x ", call.T, " tokens, expected at most ", kMostTokens, " (B * T)");
 
-  check_dtype(call, "weight", call.weight);
+  check_dtype(call, names.weight, call.weight);
   const int64_t rank = call.weight.dim();
   call.W = rank > 1 ? call.weight.size(rank - 1) : 0;
   const bool fits = call.W >= kLeastWidth && call.W <= kMostWidth && call.weight.size(0) == call.D &&
                     (rank == 2 || (rank == 3 && call.weight.size(1) == 1));
   if (!fits) [[unlikely]] {
-    fail(call.op, "weight has shape ", shape_string(call.weight.sizes()), ", expected [", call.D, ", W] or [", call.D,
-         ", 1, W], W from ", kLeastWidth, " to ", kMostWidth);
+    fail(call.op, names.weight, " has shape ", shape_string(call.weight.sizes()), ", expected [", call.D, ", W] or [",
+         call.D, ", 1, W], W from ", kLeastWidth, " to ", kMostWidth);
   }
   if (call.bias) {
-    check_dtype(call, "bias", *call.bias);
-    check_shape(call.op, "bias", *call.bias, {call.D}, "[D]");
+    check_dtype(call, names.bias, *call.bias);
+    check_shape(call.op, names.bias, *call.bias, {call.D}, "[D]");
   }
   if (call.cu_seqlens) {
     check_indices(call.op, "cu_seqlens", *call.cu_seqlens);
     check_rank(call.op, "cu_seqlens", *call.cu_seqlens, 1, "[N + 1]");
     check(call.cu_seqlens->size(0) >= 1, call.op, "cu_seqlens has shape [0], expected at least one offset ([N + 1])");
-    check(call.B == 1, call.op, "x has batch size ", call.B,
+    check(call.B == 1, call.op, names.x, " has batch size ", call.B,
           ", expected 1 with cu_seqlens (sequences are packed along T)");
     call.N = call.cu_seqlens->size(0) - 1;
     check(call.N < kMax, call.op, "cu_seqlens has ", call.N + 1, " offsets, expected at most ", kMax);
@@ -70,7 +72,7 @@ Convolution read_inputs(const char* op, ConvolutionArguments arguments) {
 
 // Checks windows, one for each of `rows`, and takes their columns and dtype.
 void check_windows(Convolution& call, const char* name, const Tensor& windows, int64_t rows, const char* symbols) {
-  check_device(call.op, name, windows, call.x, "x");
+  check_device(call.op, name, windows, call.x, call.names.x);
   check_dtype(call, name, windows);
   check_rank(call.op, name, windows, 3, symbols);
   call.columns = windows.size(2);
@@ -85,23 +87,24 @@ void check_windows(Convolution& call, const char* name, const Tensor& windows, i
 
 }  // namespace
 
-Convolution make_convolution(const char* op, ConvolutionArguments arguments) {
-  Convolution call = read_inputs(op, std::move(arguments));
+Convolution make_convolution(const char* op, ConvolutionArguments arguments, const ConvolutionNames& names) {
+  Convolution call = read_inputs(op, std::move(arguments), names);
   if (call.initial_state) {
-    check_windows(call, "initial_state", *call.initial_state, call.N, "[N, D, W - 1] or [N, D, W]");
+    check_windows(call, names.state, *call.initial_state, call.N, "[N, D, W - 1] or [N, D, W]");
   }
   return call;
 }
 
-Convolution make_convolution_backward(const char* op, ConvolutionArguments arguments) {
-  Convolution call = make_convolution(op, std::move(arguments));
-  check_device(op, "dy", call.dy, call.x, "x");
+Convolution make_convolution_backward(const char* op, ConvolutionArguments arguments, const ConvolutionNames& names) {
+  Convolution call = make_convolution(op, std::move(arguments), names);
+  check_device(op, "dy", call.dy, call.x, names.x);
   check_floating(op, "dy", call.dy);
   check_shape(op, "dy", call.dy, {call.B, call.T, call.D}, "[B, T, D], like x");
   if (call.dht) {
-    check_device(op, "dht", *call.dht, call.x, "x");
-    check_floating(op, "dht", *call.dht);
-    check_shape(op, "dht", *call.dht, {call.N, call.D, call.columns}, "[N, D, columns], like the final state");
+    check_device(op, names.final_gradient, *call.dht, call.x, names.x);
+    check_floating(op, names.final_gradient, *call.dht);
+    check_shape(op, names.final_gradient, *call.dht, {call.N, call.D, call.columns},
+                "[N, D, columns], like the final state");
   }
   return call;
 }

@@ -22,6 +22,11 @@ struct ConvolutionArguments {
   std::optional<Tensor> dht;       // shape of the final state; zero by default
 };
 
+// What errors call the arguments.
+struct ConvolutionNames {
+  const char *x = "x", *weight = "weight", *bias = "bias", *state = "initial_state", *final_gradient = "dht";
+};
+
 // The canonical form, by make_canonical: channels of x and dy are neighbours, and dy has the dtype of x. weight [D, W],
 // bias and cu_seqlens are contiguous. On a pool, initial_state is the pool, and state_indices has the slots.
 struct Convolution : ConvolutionArguments {
@@ -33,6 +38,7 @@ struct Convolution : ConvolutionArguments {
   ScalarType state_dtype{};    // of windows
   std::optional<Tensor> state_indices, has_initial_state;
   int64_t null_index = -1;
+  ConvolutionNames names;
 
   bool on_pool() const { return state_indices.has_value(); }
 };
@@ -51,8 +57,9 @@ struct ConvolutionGradients {
 };
 
 // Each throws like make_call. They copy nothing.
-Convolution make_convolution(const char* op, ConvolutionArguments arguments);
-Convolution make_convolution_backward(const char* op, ConvolutionArguments arguments);
+Convolution make_convolution(const char* op, ConvolutionArguments arguments, const ConvolutionNames& names = {});
+Convolution make_convolution_backward(const char* op, ConvolutionArguments arguments,
+                                      const ConvolutionNames& names = {});
 Convolution make_convolution_on_pool(const char* op, ConvolutionArguments arguments, PoolArguments pool);
 
 void make_canonical(Convolution& call);

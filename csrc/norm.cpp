@@ -17,7 +17,7 @@ void check_like_o(const NormCall& call, const char* name, const Tensor& tensor) 
 
 }  // namespace
 
-NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backward) {
+NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backward, const char* weight) {
   NormCall call{std::move(arguments)};
   call.op = op;
   check_defined(op, "o", call.o);
@@ -29,9 +29,9 @@ NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backwar
   call.rows = call.o.numel() / call.V;
   check_like_o(call, "z", call.z);
   check_same_dtype(op, "z", call.z, call.o, "o");
-  check_device(op, "weight", call.weight, call.o, "o");
-  check_floating(op, "weight", call.weight);
-  check_shape(op, "weight", call.weight, {call.V}, "[V], the channels of o");
+  check_device(op, weight, call.weight, call.o, "o");
+  check_floating(op, weight, call.weight);
+  check_shape(op, weight, call.weight, {call.V}, "[V], the channels of o");
   if (is_backward) {
     check_like_o(call, "dy", call.grad_y);
   }

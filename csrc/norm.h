@@ -37,8 +37,8 @@ struct NormGradients {
   Tensor dweight = undefined_tensor();                          // [V], compute dtype
 };
 
-// Throws std::runtime_error unless the call can run.
-NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backward);
+// Throws std::runtime_error unless the call can run. `weight`: its name in errors.
+NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backward, const char* weight = "weight");
 
 NormGradients allocate_gradients(const NormCall& call);
 

@@ -19,6 +19,7 @@
 #include "passes.h"
 #include "prefill.h"
 #include "ranks.h"
+#include "region.h"
 #include "schema.h"
 #include "tensors.h"
 
@@ -140,6 +141,23 @@ constexpr auto kFields<ConvolutionArguments> = std::tuple{
     Field{"cu_seqlens", &ConvolutionArguments::cu_seqlens},
     Field{"dy", &ConvolutionArguments::dy},
     Field{"dht", &ConvolutionArguments::dht},
+};
+
+template <>
+constexpr auto kFields<RegionArguments> = std::tuple{
+    Field{"mixed", &RegionArguments::mixed},
+    Field{"z", &RegionArguments::z},
+    Field{"a", &RegionArguments::a},
+    Field{"b", &RegionArguments::b},
+    Field{"conv_weight", &RegionArguments::conv_weight},
+    Field{"conv_bias", &RegionArguments::conv_bias},
+    Field{"norm_weight", &RegionArguments::norm_weight},
+    Field{"initial_window", &RegionArguments::initial_window},
+    Field{"norm_eps", &RegionArguments::norm_eps},
+    Field{"norm_activation", &RegionArguments::norm_activation},
+    Field{"o", &RegionArguments::o},
+    Field{"dy", &RegionArguments::grad_y},
+    Field{"dwindow", &RegionArguments::dwindow},
 };
 
 namespace {
@@ -549,6 +567,60 @@ void prefill_causal_conv1d(const Stack<kPrefillCausalConv1d>& stack) {
   stack.give(Convolve(make_convolution_on_pool(stack.kOp, std::move(a), std::move(p))).y);
 }
 
+// The region of a layer: the last three ops one after the other. o is what the backward needs of the forward.
+constexpr char kGatedDeltaNet[] =
+    "gated_delta_net(Tensor mixed, Tensor z, Tensor a, Tensor b, Tensor conv_weight, Tensor? conv_bias, "
+    "Tensor norm_weight, Tensor A_log, Tensor? dt_bias, int num_k_heads, int head_k_dim, float? scale=None, "
+    "Tensor? initial_state=None, Tensor? initial_window=None, bool output_final_state=False, Tensor? cu_seqlens=None, "
+    "SymInt? max_seqlen=None, bool state_v_first=False, bool auto_cp=True, ScalarType? state_dtype=None, "
+    "bool allow_neg_eigval=False, float norm_eps=1e-06, str norm_activation=\"silu\") "
+    "-> (Tensor y, Tensor final_state, Tensor final_window, Tensor o)";
+
+template <auto Convolve, auto Forward, auto Norm>
+void gated_delta_net(const Stack<kGatedDeltaNet>& stack) {
+  RegionArguments r;
+  Arguments a;
+  PackedTokens heads;
+  stack.take(r, a, heads);
+  const Region region(stack.kOp, std::move(r), std::move(a), heads);
+  ConvolutionOutputs x = Convolve(region.convolution());
+  const Call call = region.rule(x.y);
+  ForwardOutputs out = Forward(call);
+  out.final_state = final_state_as_returned(call, std::move(out.final_state));
+  check_results(call, out);
+  Tensor y = Norm(region.norm(out.o));
+  stack.give(std::move(y), std::move(out.final_state), std::move(x.final_state), std::move(out.o));
+}
+
+// It computes the convolution again.
+constexpr char kGatedDeltaNetBwd[] =
+    "gated_delta_net_bwd(Tensor mixed, Tensor z, Tensor a, Tensor b, Tensor conv_weight, Tensor? conv_bias, "
+    "Tensor norm_weight, Tensor A_log, Tensor? dt_bias, Tensor o, Tensor dy, int num_k_heads, int head_k_dim, "
+    "Tensor? dht=None, Tensor? dwindow=None, float? scale=None, Tensor? initial_state=None, "
+    "Tensor? initial_window=None, Tensor? cu_seqlens=None, SymInt? max_seqlen=None, bool state_v_first=False, "
+    "bool auto_cp=True, bool allow_neg_eigval=False, float norm_eps=1e-06, str norm_activation=\"silu\") "
+    "-> (Tensor dmixed, Tensor dz, Tensor da, Tensor db, Tensor dconv_weight, Tensor dconv_bias, "
+    "Tensor dnorm_weight, Tensor dA_log, Tensor ddt_bias, Tensor dh0, Tensor dwindow0)";
+
+template <auto Convolve, auto Backward, auto ConvolveBackward, auto NormBackward>
+void gated_delta_net_bwd(const Stack<kGatedDeltaNetBwd>& stack) {
+  RegionArguments r;
+  Arguments a;
+  PackedTokens heads;
+  GradientArguments g;
+  stack.take(r, a, heads, g);
+  const Region region(stack.kOp, std::move(r), std::move(a), heads);
+  NormGradients of_norm = NormBackward(region.norm_backward());
+  const Tensor x = Convolve(region.convolution()).y;
+  const BackwardCall call = region.rule_backward(x, std::move(of_norm.grad_o), g.grad_final_state);
+  BackwardOutputs out = Backward(call);
+  check_results(call, out);
+  ConvolutionGradients of_convolution = ConvolveBackward(region.convolution_backward(std::move(out.dmixed_qkv)));
+  stack.give(std::move(of_convolution.dx), std::move(of_norm.dz), std::move(out.dg), std::move(out.db),
+             std::move(of_convolution.dweight), std::move(of_convolution.dbias), std::move(of_norm.dweight),
+             std::move(out.dA_log), std::move(out.ddt_bias), std::move(out.dh0), std::move(of_convolution.dh0));
+}
+
 template <const char* kSchema, void (*Op)(const Stack<kSchema>&)>
 void implement(torch::stable::detail::StableLibrary& m) {
   m.impl(Schema<kSchema>::kOp, boxed<kSchema, Op>);
@@ -577,6 +649,8 @@ void register_for_device(torch::stable::detail::StableLibrary& m) {
   implement<kPrefillCausalConv1d, prefill_causal_conv1d<Convolve>>(m);
   implement<kGatedRmsNorm, gated_rms_norm<Norm>>(m);
   implement<kGatedRmsNormBwd, gated_rms_norm_bwd<NormBackward>>(m);
+  implement<kGatedDeltaNet, gated_delta_net<Convolve, Forward, Norm>>(m);
+  implement<kGatedDeltaNetBwd, gated_delta_net_bwd<Convolve, Backward, ConvolveBackward, NormBackward>>(m);
 }
 
 }  // namespace
@@ -603,22 +677,22 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
   m.def(flash_qla::kPrefillCausalConv1d);
   m.def(flash_qla::kGatedRmsNorm);
   m.def(flash_qla::kGatedRmsNormBwd);
+  m.def(flash_qla::kGatedDeltaNet);
+  m.def(flash_qla::kGatedDeltaNetBwd);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
-  flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::begin_forward_cpu,
-                                 flash_qla::finish_forward_cpu, flash_qla::begin_backward_cpu,
-                                 flash_qla::replay_backward_cpu, flash_qla::finish_backward_cpu, flash_qla::prefill_cpu,
-                                 flash_qla::decode_cpu, flash_qla::decode_buffered_cpu, flash_qla::convolve_cpu,
-                                 flash_qla::convolve_backward_cpu, flash_qla::gated_rms_norm_cpu,
-                                 flash_qla::gated_rms_norm_backward_cpu>(m);
+  flash_qla::register_for_device<
+      flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::begin_forward_cpu, flash_qla::finish_forward_cpu,
+      flash_qla::begin_backward_cpu, flash_qla::replay_backward_cpu, flash_qla::finish_backward_cpu,
+      flash_qla::prefill_cpu, flash_qla::decode_cpu, flash_qla::decode_buffered_cpu, flash_qla::convolve_cpu,
+      flash_qla::convolve_backward_cpu, flash_qla::gated_rms_norm_cpu, flash_qla::gated_rms_norm_backward_cpu>(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
-  flash_qla::register_for_device<flash_qla::forward_cuda, flash_qla::backward_cuda, flash_qla::begin_forward_cuda,
-                                 flash_qla::finish_forward_cuda, flash_qla::begin_backward_cuda,
-                                 flash_qla::replay_backward_cuda, flash_qla::finish_backward_cuda,
-                                 flash_qla::prefill_cuda, flash_qla::decode_cuda, flash_qla::decode_buffered_cuda,
-                                 flash_qla::convolve_cuda, flash_qla::convolve_backward_cuda,
-                                 flash_qla::gated_rms_norm_cuda, flash_qla::gated_rms_norm_backward_cuda>(m);
+  flash_qla::register_for_device<
+      flash_qla::forward_cuda, flash_qla::backward_cuda, flash_qla::begin_forward_cuda, flash_qla::finish_forward_cuda,
+      flash_qla::begin_backward_cuda, flash_qla::replay_backward_cuda, flash_qla::finish_backward_cuda,
+      flash_qla::prefill_cuda, flash_qla::decode_cuda, flash_qla::decode_buffered_cuda, flash_qla::convolve_cuda,
+      flash_qla::convolve_backward_cuda, flash_qla::gated_rms_norm_cuda, flash_qla::gated_rms_norm_backward_cuda>(m);
 }

@@ -5,4 +5,12 @@ Schemas and kernels are in libflash_qla.so, which works without this package. `s
 from its schema, and the other modules register by these names.
 """
 
-from flash_qla.ops import autocast, autograd, convolution_fakes, fakes, flops, sharding  # noqa: F401  importing a module registers what it has
+from flash_qla.ops import (  # noqa: F401  importing a module registers what it has
+    autocast,
+    autograd,
+    convolution_fakes,
+    fakes,
+    flops,
+    region_fakes,
+    sharding,
+)

@@ -1,4 +1,4 @@
-"""Autocast: q, k and v, or x, are cast to the autocast dtype, like the factors of a matrix product.
+"""Autocast: q, k and v, or x, or mixed and z, are cast to the autocast dtype, like the factors of a matrix product.
 
 The ops convert the other arguments to their compute dtype. The backward casts to the dtype of A, because the forward's
 autocast has chosen that one. Without A it casts nothing: autograd saves tensors that the forward's autocast has cast.
@@ -35,4 +35,5 @@ for _device_type, _dispatch_key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastC
         _register_autocast(_op, _device_type, _dispatch_key, 3)
     for _op in (schemas.forward_packed, schemas.decode_packed, schemas.convolution, schemas.convolution_prefill):
         _register_autocast(_op, _device_type, _dispatch_key, 1)
+    _register_autocast(schemas.region, _device_type, _dispatch_key, 2)
     _register_autocast(schemas.backward, _device_type, _dispatch_key, 3, dtype_of=_DTYPE_OF_BACKWARD)

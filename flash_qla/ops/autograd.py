@@ -1,10 +1,10 @@
 """Autograd of the ops.
 
 chunk_gated_delta_rule and chunk_gated_delta_rule_fwd have one formula, the op chunk_gated_delta_rule_bwd;
-chunk_gated_delta_rule_packed has chunk_gated_delta_rule_packed_bwd, and so have causal_conv1d and gated_rms_norm.
-Autograd saves their inputs and nothing else. The other ops have no derivatives: the results of the backward's ops do
-not require gradients, nor do those of begin and finish, from which flash_qla/cp/passes.py builds a function that has
-gradients.
+chunk_gated_delta_rule_packed, causal_conv1d, gated_rms_norm and gated_delta_net have the ops of their names with _bwd.
+Autograd saves the inputs and nothing else, but for o of gated_delta_net. The other ops have no derivatives: the results
+of the backward's ops do not require gradients, nor do those of begin and finish, from which flash_qla/cp/passes.py
+builds a function that has gradients.
 """
 
 import operator
@@ -28,9 +28,11 @@ class _Formula:
 
     forward            the forward's name, for messages
     tensors, options   names of the arguments that it shares with the forward; autograd keeps the tensors
+    kept               names of the forward's results that it takes; autograd keeps these too
     differentiated     names of those that have gradients, in the order of the results
-    results            the forward's results that have gradients, and the names of these; a call may lack the last one
-    arguments_of       its arguments, from (*tensors, *options, *gradients of `results`, None)
+    results            the forward's results that have gradients, and the names of these; a call may have only the
+                       first one
+    arguments_of       its arguments, from (*tensors, *kept, *options, *gradients of `results`, None)
     """
 
     def __init__(self, op, forward, differentiated, results):
@@ -41,7 +43,8 @@ class _Formula:
         shared = [x for x in forward._schema.arguments if x.name in names]
         self.tensors = [x.name for x in shared if "Tensor" in str(x.type)]
         self.options = [x.name for x in shared if x.name not in self.tensors]
-        given = (*self.tensors, *self.options, *results.values())
+        self.kept = [x.name for x in forward._schema.returns if x.name in names]
+        given = (*self.tensors, *self.kept, *self.options, *results.values())
         self.arguments_of = operator.itemgetter(*(given.index(x) if x in given else len(given) for x in names))
 
 
@@ -55,6 +58,15 @@ _BACKWARD_CONVOLUTION = _Formula(
     schemas.convolution,
     ("x", "weight", "bias", "initial_state"),
     {"y": "dy", "final_state": "dht"},
+)
+_BACKWARD_REGION = _Formula(
+    schemas.region_backward,
+    schemas.region,
+    (
+        *("mixed", "z", "a", "b", "conv_weight", "conv_bias", "norm_weight"),
+        *("A_log", "dt_bias", "initial_state", "initial_window"),
+    ),
+    {"y": "dy", "final_state": "dht", "final_window": "dwindow"},
 )
 
 
@@ -121,8 +133,10 @@ def _register_derivative(op, formula):
     tensors_of, options_of, differentiated_of = (
         _items(*map(names.index, x)) for x in (formula.tensors, formula.options, formula.differentiated)
     )
-    last_is_optional = names.index("output_final_state") if "output_final_state" in names else None
-    places = [i for i, x in enumerate(op._schema.returns) if x.name in formula.results]
+    output_final_state = names.index("output_final_state") if "output_final_state" in names else None
+    places, kept = (
+        [i for i, x in enumerate(op._schema.returns) if x.name in found] for found in (formula.results, formula.kept)
+    )
     is_tuple = len(op._schema.returns) > 1
 
     def kernel(keyset, *args):
@@ -133,9 +147,10 @@ def _register_derivative(op, formula):
             results = redispatch(keyset, *args)
         args += defaults[len(args) :]  # the dispatcher leaves out trailing arguments that have their defaults
         results = list(results) if is_tuple else [results]
-        given = places if last_is_optional is None or args[last_is_optional] else places[:-1]
-        tensors = (tensors_of(args), options_of(args), *differentiated_of(args))
-        outputs = _apply(_Derivable, formula, tuple(results[i] for i in given), *tensors)
+        given = places if output_final_state is None or args[output_final_state] else places[:1]
+        tensors = (*tensors_of(args), *(results[i] for i in kept))
+        given_results = tuple(results[i] for i in given)
+        outputs = _apply(_Derivable, formula, given_results, tensors, options_of(args), *differentiated_of(args))
         for i, output in zip(given, outputs, strict=True):
             results[i] = output
         return tuple(results) if is_tuple else results[0]
@@ -168,6 +183,7 @@ _register_derivative(schemas.forward_low_level, _BACKWARD)
 _register_derivative(schemas.forward_packed, _BACKWARD_PACKED)
 _register_derivative(schemas.convolution, _BACKWARD_CONVOLUTION)
 _register_derivative(schemas.norm, _BACKWARD_NORM)
+_register_derivative(schemas.region, _BACKWARD_REGION)
 
 
 _CreationMeta = torch._C._autograd.CreationMeta
@@ -266,7 +282,8 @@ def _register_without_derivative(op):
 
 
 for _op in (
-    *(schemas.backward, schemas.backward_packed, schemas.convolution_backward, schemas.norm_backward),
+    *(schemas.backward, schemas.backward_packed),
+    *(schemas.convolution_backward, schemas.norm_backward, schemas.region_backward),
     *(schemas.forward_begin, schemas.forward_finish),
     *(schemas.backward_begin, schemas.backward_replay, schemas.backward_finish),
     *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),

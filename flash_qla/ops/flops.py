@@ -85,6 +85,18 @@ def _of_convolution(op, per_tap):
     return count
 
 
+def _of_region(op, flop, per_tap):
+    """The op's count of FLOP: the delta rule's and the convolution's."""
+    call_type = schemas.call_of(op)
+
+    def count(*args, out_shape=None, **kwargs):
+        call = call_type(*args, **kwargs)
+        B, T, H_v, V = call.z
+        return B * T * H_v * flop(call.head_k_dim, V) + math.prod(call.mixed) * call.conv_weight[-1] * per_tap
+
+    return count
+
+
 def _of_packed_decoding(*args, out_shape=None, **kwargs):
     call = schemas.DecodePackedCall(*args, **kwargs)
     _, H_v, *state = call.state_pool  # [V, K] or [K, V]
@@ -112,6 +124,8 @@ def _register(flop_counter):
     flop_counter.register_flop_formula(schemas.decode_packed.overloadpacket)(_of_packed_decoding)
     for op, per_tap in ((schemas.convolution, 2), (schemas.convolution_prefill, 2), (schemas.convolution_backward, 4)):
         flop_counter.register_flop_formula(op.overloadpacket)(_of_convolution(op, per_tap))
+    for op, flop, per_tap in ((schemas.region, forward_flop, 2), (schemas.region_backward, backward_flop, 4)):
+        flop_counter.register_flop_formula(op.overloadpacket)(_of_region(op, flop, per_tap))
     without_products = (schemas.norm, schemas.norm_backward)
     for op in (schemas.forward_begin, schemas.backward_begin, schemas.backward_replay, *without_products):
         flop_counter.register_flop_formula(op.overloadpacket)(_nothing)

@@ -26,6 +26,8 @@ norm_backward = torch.ops.flash_qla.gated_rms_norm_bwd.default
 convolution = torch.ops.flash_qla.causal_conv1d.default
 convolution_backward = torch.ops.flash_qla.causal_conv1d_bwd.default
 convolution_prefill = torch.ops.flash_qla.prefill_causal_conv1d.default
+region = torch.ops.flash_qla.gated_delta_net.default
+region_backward = torch.ops.flash_qla.gated_delta_net_bwd.default
 
 
 def call_of(op):

@@ -5,7 +5,7 @@ heads or over the batch, and exchanges nothing:
 
     tensor                                              batch        heads
     q, k, v, g, beta, A, do, o, ... [B, T, H, ...]      Shard(0)     Shard(2)
-    mixed_qkv, dmixed_qkv [B, T, channels]              Shard(0)     -
+    mixed_qkv, mixed, and gradients [B, T, channels]    Shard(0)     -
     initial_state, final_state, dht, dh0 [N, H_v, ...]  Shard(0)     Shard(1)
     A_log, dt_bias [H_v]                                Replicate    Shard(0)
     dA_log, ddt_bias [H_v]                              Partial      Shard(0)
@@ -43,6 +43,10 @@ _DIMENSIONS = {
     **dict.fromkeys(("A_log", "dt_bias", "dA_log", "ddt_bias"), _OF_HEADS),
     **dict.fromkeys(("x", "y", "dx", "dy"), _TOKENS),
     **dict.fromkeys(("weight", "bias", "dweight", "dbias"), _OF_HEADS),
+    **dict.fromkeys(("z", "dz", "da"), _TOKENS),
+    **dict.fromkeys(("initial_window", "final_window", "dwindow", "dwindow0"), _STATES),
+    **dict.fromkeys(("conv_weight", "conv_bias", "norm_weight"), _OF_HEADS),
+    **dict.fromkeys(("dconv_weight", "dconv_bias", "dnorm_weight"), _OF_HEADS),
     **dict.fromkeys(("state_pool", "checkpoints", "d_cache", "k_cache", "g_cache"), (None, 1)),
     "intermediate_states": (None, 2),
     **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state", "checkpoint_indices"), _TABLE),
@@ -50,7 +54,9 @@ _DIMENSIONS = {
     **dict.fromkeys(
         ("initial_state_indices", "num_accepted_tokens", "write_indices", "intermediate_indices", "parents"), _TABLE
     ),
-    **dict.fromkeys(("mixed_qkv", "dmixed_qkv"), (0, None)),  # q, k and v follow each other in its channels
+    **dict.fromkeys(
+        ("mixed_qkv", "dmixed_qkv", "mixed", "dmixed"), (0, None)
+    ),  # q, k and v follow each other in its channels
 }
 _BATCH, _HEADS = 0, 1  # places in these pairs
 # Result -> the argument without which it is an empty tensor
@@ -61,6 +67,9 @@ _NEEDS = {
     "dA_log": "A_log",
     "ddt_bias": "dt_bias",
     "dbias": "bias",
+    "final_window": "output_final_state",
+    "dwindow0": "initial_window",
+    "dconv_bias": "conv_bias",
 }
 
 
@@ -133,7 +142,7 @@ def _strategies_of(op):
         choices = [None]
         if not is_written and call.cu_seqlens is None:
             choices.append(_BATCH)
-        if "mixed_qkv" not in specs:
+        if not {"mixed_qkv", "mixed"} & specs.keys():
             choices.append(_HEADS)
         over_heads = check(specs, choices)
         if is_written:
@@ -195,6 +204,7 @@ def _register_all(tensor):
         *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
         *(schemas.convolution, schemas.convolution_backward, schemas.convolution_prefill),
         *(schemas.norm, schemas.norm_backward),
+        *(schemas.region, schemas.region_backward),
     )
     try:
         for op in ops:

@@ -1,0 +1,79 @@
+"""Fakes of the region's ops, from those of its parts (see fakes.py)."""
+
+from flash_qla.ops import schemas
+from flash_qla.ops.convolution_fakes import _fake_convolution, _fake_convolution_backward
+from flash_qla.ops.fakes import (
+    _check,
+    _check_device,
+    _check_dtype,
+    _check_floating,
+    _check_rank,
+    _check_shape,
+    _fake_backward_packed,
+    _fake_forward_packed,
+    _fake_norm,
+    _fake_norm_backward,
+    _fake_of,
+)
+
+
+def _check_region(call):
+    """The checks of csrc/region.cpp on z, a and b, and the channels of mixed."""
+    mixed, z = call.mixed, call.z
+    _check_rank(call, "mixed", 3, "[B, T, D]")
+    B, T, D = mixed.shape
+    H_k, K = call.num_k_heads, call.head_k_dim
+    _check_device(call, "z", "mixed")
+    _check_dtype(call, "z", (mixed.dtype,), f"{str(mixed.dtype).removeprefix('torch.')}, the dtype of mixed")
+    _check_rank(call, "z", 4, "[B, T, H_v, V]")
+    H_v, V = z.shape[2:]
+    _check_shape(call, "z", (B, T, H_v, V), "[B, T, H_v, V]")
+    _check(
+        call,
+        H_k >= 1 and K >= 1 and D - 2 * H_k * K == H_v * V,
+        lambda: (
+            f"mixed has {D} channels, expected 2 H_k K + H_v V, with num_k_heads H_k = {H_k}, head_k_dim K = {K} and "
+            f"the heads of z, H_v = {H_v} of V = {V}"
+        ),
+    )
+    for name in ("a", "b"):
+        _check_device(call, name, "mixed")
+        _check_floating(call, name)
+        _check_shape(call, name, (B, T, H_v), "[B, T, H_v]")
+
+
+_ON_REGION = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+
+
+def _part_of_region(op, call, **arguments):
+    """The call of a part's op: the arguments that it shares with the region's, and the others."""
+    call_type = schemas.call_of(op)
+    shared = {name: x for name, x in call._asdict().items() if name in call_type._fields}
+    return call_type(**(shared | arguments))
+
+
+@_fake_of(schemas.region)
+def _fake_region(call):
+    _check_region(call)
+    windows = {"bias": call.conv_bias, "use_silu": True, "initial_state": call.initial_window}
+    convolution = _part_of_region(schemas.convolution, call, x=call.mixed, weight=call.conv_weight, **windows)
+    x, final_window = _fake_convolution(convolution)
+    rule = _part_of_region(schemas.forward_packed, call, mixed_qkv=x, g=call.a, beta=call.b, **_ON_REGION)
+    o, final_state = _fake_forward_packed(rule)
+    norm = {"weight": call.norm_weight, "eps": call.norm_eps, "activation": call.norm_activation}
+    return _fake_norm(_part_of_region(schemas.norm, call, o=o, **norm)), final_state, final_window, o
+
+
+@_fake_of(schemas.region_backward)
+def _fake_region_backward(call):
+    _check_region(call)
+    norm = {"weight": call.norm_weight, "eps": call.norm_eps, "activation": call.norm_activation}
+    do, dz, dnorm_weight = _fake_norm_backward(_part_of_region(schemas.norm_backward, call, **norm))
+    rule = {"mixed_qkv": call.mixed, "g": call.a, "beta": call.b, "do": do}
+    dx, db, da, *sums = _fake_backward_packed(_part_of_region(schemas.backward_packed, call, **rule, **_ON_REGION))
+    windows = {"bias": call.conv_bias, "use_silu": True, "initial_state": call.initial_window, "dht": call.dwindow}
+    convolution = {"x": call.mixed, "weight": call.conv_weight, "dy": dx}
+    of_convolution = _part_of_region(schemas.convolution_backward, call, **convolution, **windows)
+    dmixed, dconv_weight, dconv_bias, dwindow0 = _fake_convolution_backward(of_convolution)
+    dh0, dA_log, ddt_bias = sums
+    return (dmixed, dz, da, db, dconv_weight, dconv_bias, dnorm_weight, dA_log, ddt_bias, dh0, dwindow0)

@@ -1,0 +1,96 @@
+"""The region of a Gated DeltaNet layer between its projections, as one function."""
+
+from typing import Literal
+
+import torch
+
+from flash_qla.ops import autograd
+from flash_qla.ops.checks import explain
+
+
+def gated_delta_net(
+    mixed: torch.Tensor,
+    z: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    *,
+    num_k_heads: int,
+    head_k_dim: int,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    initial_window: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    state_v_first: bool = False,
+    auto_cp: bool = True,
+    state_dtype: torch.dtype | None = None,
+    allow_neg_eigval: bool = False,
+    norm_eps: float = 1e-6,
+    norm_activation: Literal["silu", "sigmoid"] = "silu",
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The convolution, the Gated Delta Rule and the gated norm of a layer: all between its projections.
+
+        y, state, window = gated_delta_net(
+            mixed, z, a, b, conv1d.weight, conv1d.bias, norm.weight, A_log, dt_bias, num_k_heads=16, head_k_dim=128
+        )
+
+    These are the functions
+
+        x, window = causal_conv1d(mixed, conv_weight, conv_bias)
+        o, state = chunk_gated_delta_rule_packed(x, a, b, num_k_heads, head_k_dim, ...)
+        y = gated_rms_norm(o, z, norm_weight)
+
+    with the l2norm of q and k and the activations of a (the gate) and b (beta) inside. The results have their bits. Of
+    the results of the parts autograd saves o alone, beside the inputs: the backward computes x again.
+
+    y, final_state and final_window can be differentiated, once, with respect to every tensor but cu_seqlens.
+    torch.autocast casts mixed and z.
+
+    Args:
+        mixed: the projections to q, k and v before the convolution, [B, T, 2 H_k K + H_v V], any strides: the heads of
+            q, then of k, then of v of each token. bfloat16, float16 or float32 (on a GPU: a 16-bit dtype); float64 on
+            the CPU alone.
+        z: the input of the norm's gate, [B, T, H_v, V] or [B, T, H_v V], any strides, in the dtype of mixed. H_v is the
+            number of heads of a.
+        a, b: the gate and beta before their activations, [B, T, H_v], any floating dtype:
+            g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), or 2 sigmoid(b) with allow_neg_eigval.
+        conv_weight, conv_bias: [D, W] or [D, 1, W], and [D] or None, as those of causal_conv1d.
+        norm_weight: [V], any floating dtype.
+        A_log, dt_bias: [H_v], any floating dtype.
+        num_k_heads, head_k_dim: H_k and K.
+        initial_window: as initial_state of causal_conv1d, [N, D, W - 1] or [N, D, W].
+        output_final_state: return the state and the window after each sequence too.
+        scale, initial_state, cu_seqlens, max_seqlen, state_v_first, auto_cp, state_dtype: as those of
+            chunk_gated_delta_rule.
+        norm_eps, norm_activation: eps and activation of gated_rms_norm.
+
+    Returns:
+        y: the shape of z, in the dtype of mixed, contiguous.
+        final_state, final_window: as those of chunk_gated_delta_rule and causal_conv1d; None unless output_final_state.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype or shape. The message names it, what was expected and what
+            came, and nothing has run.
+        TypeError: a list, an array or a NestedTensor came where a tensor is expected; or state_dtype is no dtype.
+        NotImplementedError: gradients made with create_graph=True are differentiated again; or forward-mode
+            differentiation.
+    """
+    try:
+        heads = z.unflatten(-1, (a.shape[-1], -1)) if z.dim() == 3 else z
+        y, final_state, final_window, _ = autograd.call(
+            torch.ops.flash_qla.gated_delta_net,
+            mixed, heads, a, b, conv_weight, conv_bias, norm_weight, A_log, dt_bias, num_k_heads, head_k_dim, scale,
+            initial_state, initial_window, output_final_state, cu_seqlens, max_seqlen, state_v_first, auto_cp,
+            state_dtype, allow_neg_eigval, norm_eps, norm_activation,
+        )  # fmt: skip
+    except Exception:
+        explain(gated_delta_net, locals())
+        raise
+    states = (final_state, final_window) if output_final_state else (None, None)
+    return y.view(z.shape), *states
