@@ -23,17 +23,21 @@ NAMES = sorted(
     if re.match(r"flash_qla::[^_.][^.]*(?<!_replay)(?<!_finish)$", name)
 )
 CONVOLUTIONS = [name for name in NAMES if "causal_conv1d" in name]
+REGIONS = ["gated_delta_net", "gated_delta_net_bwd"]
 WITH_POOL = [name for name in NAMES if "state_pool" in str(getattr(torch.ops.flash_qla, name).default._schema)]
 LENGTHS = (70, 64, 0, 133)
 DECODED = (2, 1, 0, 3)
 SLOTS = 9  # of the pool
 
 BY_TOKEN = {"q", "k", "v", "g", "beta", "A", "do", "g_raw", "a", "b", "mixed_qkv"}
+BY_TOKEN |= {"mixed", "dmixed", "da"}
 BY_TOKEN |= {"x", "y", "dx", "dy", "z", "dz", "o", "g_cumsum", "dq", "dk", "dv", "dmixed_qkv", "db", "dg"}
 BY_SEQUENCE = {"initial_state", "dht", "final_state", "dh0", "intermediate_states"}
+BY_SEQUENCE |= {"initial_window", "final_window", "dwindow", "dwindow0"}
 BY_NUMBER = {"state_indices", "write_pos", "force_flush"}  # a number for each sequence
 OF_SLOTS = {"state_pool", "d_cache", "k_cache", "g_cache"}
 OF_ALL = {"A_log", "dt_bias", "dA_log", "ddt_bias", "weight", "bias", "dweight", "dbias"}
+OF_ALL |= {f"{d}{x}" for x in ("conv_weight", "conv_bias", "norm_weight") for d in ("", "d")}
 
 
 def convolution_arguments(cu_seqlens: torch.Tensor, seed: int, dtype, state_dtype, D: int = 24, W: int = 4) -> dict:
@@ -172,6 +176,14 @@ def make_call(
     if name in CONVOLUTIONS:
         known |= convolution_arguments(known["cu_seqlens"], seed, dtype, state_dtype)
     N, generator = len(lengths), torch.Generator().manual_seed(seed + 1)
+    if name in REGIONS:
+        windows = convolution_arguments(known["cu_seqlens"], seed, dtype, state_dtype, known["mixed_qkv"].shape[2])
+        renamed = {"weight": "conv_weight", "bias": "conv_bias", "initial_state": "initial_window", "dht": "dwindow"}
+        known |= {renamed[x]: value for x, value in windows.items() if x in renamed}
+        rates = torch.randn(2, case.H_v, generator=generator).to(device)
+        known |= {"mixed": known["mixed_qkv"], "a": known["g"], "b": known["beta"], "z": known["v"].flip(1)}
+        known |= {"A_log": rates[0], "dt_bias": rates[1], "o": known["v"], "dy": known["do"]}
+        known |= {"norm_weight": torch.randn(case.V, generator=generator).to(device)}
 
     def states(*outer):
         return torch.randn(*outer, case.H_v, case.V, case.K, generator=generator).to(device, state_dtype)

@@ -17,7 +17,7 @@ from dtensor_ranks import (
     with_context,
     without_derivatives,
 )
-from every_op import NAMES, WITH_POOL
+from every_op import NAMES, REGIONS, WITH_POOL
 from ranks import of_two_gpus, run_on_ranks
 
 SIZES = {"H_k": 2, "H_v": 4, "K": 16, "V": 8, "gate": "logsigmoid"}
@@ -111,7 +111,7 @@ def test_every_op_is_here():
     suffixes = ("", "_fwd", "_bwd", "_packed", "_packed_bwd")
     of_chunks = {f"chunk_gated_delta_rule{suffix}" for suffix in suffixes}
     around = {"causal_conv1d", "causal_conv1d_bwd", "gated_rms_norm", "gated_rms_norm_bwd"}
-    assert others == {*WITH_POOL} | of_chunks | around
+    assert others == {*WITH_POOL, *REGIONS} | of_chunks | around
 
 
 def test_refusals():

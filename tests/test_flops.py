@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import Case, make_gradients, make_inputs
-from every_op import CONVOLUTIONS, NAMES, later_ops, make_call, op_of
+from every_op import CONVOLUTIONS, NAMES, REGIONS, later_ops, make_call, op_of
 from subprocesses import run_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -56,6 +56,12 @@ def test_every_op(name):
     if name in CONVOLUTIONS:
         D, W = call.arguments["weight"].shape
         assert counted(call) == tokens * D * W * (4 if name.endswith("_bwd") else 2)
+        return
+    if name in REGIONS:
+        D, W = call.arguments["conv_weight"].shape
+        flop = backward_flop if name.endswith("_bwd") else forward_flop
+        of_convolution = tokens * D * W * (4 if name.endswith("_bwd") else 2)
+        assert counted(call) == tokens * 2 * flop(64, 96) + of_convolution
         return
     if name.startswith("gated_rms_norm"):
         flop = lambda K, V: 0  # noqa: E731  no product of matrices

@@ -15,7 +15,7 @@ WRITES = {
     for name in (*NAMES, *(later for name in NAMES for later in later_ops(name)))
 }
 WITH_DERIVATIVES = {f"chunk_gated_delta_rule{of}" for of in ("", "_fwd", "_packed")}
-WITH_DERIVATIVES |= {"causal_conv1d", "gated_rms_norm"}
+WITH_DERIVATIVES |= {"causal_conv1d", "gated_delta_net", "gated_rms_norm"}
 WITHOUT_DERIVATIVES = sorted({*NAMES} - WITH_DERIVATIVES)
 
 

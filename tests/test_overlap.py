@@ -174,7 +174,7 @@ def test_no_exception_stays_in_flight(device, name):
     counts = []
 
     def raise_several():
-        for x in ("k", "v", "mixed_qkv", "x", "z"):
+        for x in ("k", "v", "mixed_qkv", "x", "z", "mixed"):
             if x in arguments:
                 with pytest.raises(RuntimeError, match=f"flash_qla::{name}:"):
                     op_of(name)(**arguments | {x: arguments[x][..., :-1]})
