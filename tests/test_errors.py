@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_region
 import torch
 from cases import Case, make_gradients, make_inputs, on_meta, packed
 from subprocesses import run_python
@@ -393,8 +394,7 @@ def minimal(function) -> dict:
 def test_no_tensor_as_a_tensor(function):
     """Each argument."""
     names = [x for x in arguments_of(function, torch.Tensor) if x not in ("gk", "gv")]  # these are refused
-    of_rule = {"q" if "q" in names else "mixed_qkv", "a" if "a" in names else "g"}
-    assert ({"x", "weight"} if "x" in names else {"o", "z"} if "z" in names else of_rule) < set(names)
+    assert names[0] in ("q", "mixed_qkv", "mixed", "x", "o")
     for name, value in itertools.product(names, ([0, 3], (0, 3), np.zeros(3), 1.5)):
         text = rf"^{function.__name__}: {name} is of type {type(value).__name__}; pass a tensor on the device of"
         with pytest.raises(TypeError, match=text) as error:
@@ -420,9 +420,10 @@ WITH_STATE_DTYPE = [x for x in FUNCTIONS if arguments_of(x, torch.dtype)]
 
 @pytest.mark.parametrize("function", WITH_STATE_DTYPE, ids=lambda x: x.__name__)
 def test_no_dtype_as_a_dtype(function):
-    assert len(WITH_STATE_DTYPE) == 4 and arguments_of(function, torch.dtype) == ["state_dtype"]
+    assert len(WITH_STATE_DTYPE) == 5 and arguments_of(function, torch.dtype) == ["state_dtype"]
     given = good("chunk_gated_delta_rule", "cpu", T=5)
     given = packed(given) if function is flash_qla.chunk_gated_delta_rule_packed else given
+    given = test_region.make(test_region.Case(), "cpu")[0] if function is flash_qla.gated_delta_net else given
     for value, came in (("fp16", "'fp16'"), (np.float16, "<class 'numpy.float16'>"), (16, "16")):
         with pytest.raises(TypeError, match=f"^{function.__name__}: state_dtype is {came}, expected a torch.dtype"):
             function(**given, state_dtype=value)

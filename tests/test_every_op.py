@@ -119,7 +119,7 @@ def test_any_layout(device, name, layout, options):
     if device == "cuda" and name.endswith("_buffered") and options.get("K", 0) > 128:
         pytest.skip("K is at most 128 there on a GPU")
     call = make_call(name, device, **options)
-    names = [x for x in ("q", "k", "v", "do", "o", "z", "dy") if x in call.arguments]
+    names = [x for x in ("q", "k", "v", "do", "o", "z", "dy") if x in call.arguments and call.arguments[x].dim() == 4]
     if not names:
         pytest.skip(f"{name} takes one tensor")
     tensors = dict(zip(names, LAYOUTS[layout]([call.arguments[x] for x in names]), strict=True))

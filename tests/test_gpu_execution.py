@@ -236,7 +236,8 @@ RAW_GATES = ALL_INSIDE | {"g_dtype": torch.bfloat16, "beta_dtype": torch.bfloat1
 WHOLE_SEQUENCES = (
     *("chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd", "prefill_gated_delta_rule"),
     *("chunk_gated_delta_rule_packed", "chunk_gated_delta_rule_packed_bwd"),
-    *("gated_rms_norm", "gated_rms_norm_bwd"),
+    *("causal_conv1d", "causal_conv1d_bwd", "gated_rms_norm", "gated_rms_norm_bwd"),
+    *("gated_delta_net", "gated_delta_net_bwd"),
 )
 
 
@@ -247,7 +248,7 @@ def test_no_kernel_beside_ours(name, layout, options):
     """Nothing is copied, cast or filled: tokens and raw gates are read where they are."""
     _C = pytest.importorskip("flash_qla._C")
     call = every_op.make_call(name, "cuda", K=128, V=128, **options)
-    names = [x for x in ("q", "k", "v", "mixed_qkv", "do", "o", "z", "dy") if x in call.arguments]
+    names = [x for x in ("q", "k", "v", "mixed_qkv", "do", "x", "mixed", "o", "z", "dy") if x in call.arguments]
     if layout == "slices":
         call.arguments |= dict(zip(names, as_slices([call.arguments[x] for x in names]), strict=True))
         assert not any(call.arguments[x].is_contiguous() for x in names)
