@@ -27,6 +27,8 @@ void check_supported(const Convolution& call) {
   check(call.dtype != ScalarType::Double, call.op,
         "x has dtype float64, expected bfloat16, float16 or float32 on a GPU (float64 runs on the CPU)");
   check(call.D <= kMostChannels, call.op, "x has ", call.D, " channels, expected at most ", kMostChannels, " on a GPU");
+  check(!call.on_pool() || call.initial_state->size(0) <= INT32_MAX, call.op,
+        "state_pool has more slots than 2^31 - 1, the most on a GPU");
   check_gpu(call.op, call.x);
 }
 

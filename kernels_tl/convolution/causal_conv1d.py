@@ -9,9 +9,9 @@ zeros.
     y   [B, T, D] of `dtype`   contiguous
 
 gpu/convolution.cpp launches CTAs of 4 warps. A warp walks down `warp_tokens` tokens; its lanes have neighbouring pieces
-of 16 bytes of a row. A lane keeps the weights and the last W - 1 rows of its channels in registers, and fetches
-kConvRows rows ahead. Where a tile begins inside a sequence, the W - 1 rows above it are read again. Rows that are not
-aligned to 16 bytes are read channel by channel.
+of 4 channels of a row. A lane keeps the weights and the last W - 1 rows of its channels in registers, and fetches 8
+rows ahead, 4 in fp32. Where a tile begins inside a sequence, the W - 1 rows above it are read again. Rows that are not
+whole pieces at multiples of their size are read channel by channel.
 
 The bits of y[t] depend on its W rows alone, not on tiles, strides or other sequences.
 

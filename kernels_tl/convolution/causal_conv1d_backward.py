@@ -13,7 +13,9 @@
 The grid and the walk are those of causal_conv1d. A warp walks on for W - 1 tokens after its own ones, and computes
 their dpre again. The sums of a CTA's warps are added in shared memory, in the order of the warps.
 
-Budget: 168 registers, so that 3 CTAs share an SM: 12 warps with 2 kB each in flight.
+A lane fetches 4 rows of x and of dy ahead, 2 in fp32.
+
+Budget: 168 registers, so that 3 CTAs share an SM: 12 warps with 2 kB each in flight. fp32 takes more, for 2 CTAs.
 """
 
 import tilelang.language as T
