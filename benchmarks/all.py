@@ -52,6 +52,7 @@ SECTIONS = {
         f"forward --gates bench --variants op,contiguous,op_contiguous --heads {HEADS} --sequences {SEQUENCES}"
     ],
     "backward": ["backward --variants contiguous"],
+    "region": ["region --heads 2x8,4x16,16x32,16x64 --sequences 1x8192,1x32768,4096x8"],
     "decode": [DECODE],
     "plain": [f"{DECODE} --keep plain --state-dtypes fp32"],
     "drafts": [f"{DRAFTS} --keep last", f"{DRAFTS} --keep every"],
@@ -82,7 +83,7 @@ PROCESSES = [
     Process("vllm", ["decode", "drafts"], FLA_TRITON),
     Process("sglang", ["decode", "drafts"], FLA_TRITON),
     Process("attn_gym", ["decode"]),
-    Process("fla", ["backward", "accuracy", "wide", "wide_step"], FLA_BACKWARD),
+    Process("fla", ["backward", "region", "accuracy", "wide", "wide_step"], FLA_BACKWARD),
 ]
 
 

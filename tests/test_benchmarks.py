@@ -28,8 +28,8 @@ dispatch = importlib.import_module("dispatch")
 forward = importlib.import_module("forward")
 generation = importlib.import_module("generation")
 generation_vllm = importlib.import_module("generation_vllm")
-norm = importlib.import_module("norm")
 prefill = importlib.import_module("prefill")
+region = importlib.import_module("region")
 report = importlib.import_module("report")
 
 MS = {
@@ -194,16 +194,14 @@ def test_ways_of_the_prefill(on_cpu):
         torch.testing.assert_close(calls([300, 70])[way](), first)
 
 
-def test_convolution(on_cpu):
-    """Rows of a batch, and packed sequences."""
-    spec = importlib.util.spec_from_file_location("of_convolution", BENCHMARKS / "convolution.py")
-    module = importlib.util.module_from_spec(spec)  # tests/ has a module of the same name
-    spec.loader.exec_module(module)
-    cells = list(module.measure("flash_qla", options(sequences="64x2,9+70")))
-    assert [cell["D"] for cell in cells] == [2 * 24 + 2 * 40] * 2
-    for cell in cells:
-        assert cell["error"] < 3e-3 and cell["us"].keys() == cell["floor_us"].keys()
-        module.report([cell])
+def test_region(on_cpu, capsys):
+    """Each part, in both calls, and the error of the whole."""
+    cells = list(region.measure("flash_qla", options(sequences="64x2,9+70", parts=",".join(region.PARTS))))
+    assert [cell["part"] for cell in cells] == [*region.PARTS] * 2
+    assert all(cell["forward_us"] > 0 and cell["step_us"] > 0 for cell in cells)
+    assert all(cell["relative_error"] < 1e-2 for cell in cells if cell["part"] == "region")
+    region.report(cells)
+    assert capsys.readouterr().out.count("% of the floor") == 8
 
 
 # All figures in one call
@@ -265,16 +263,6 @@ def tables_of(folder, **results: dict) -> dict[str, str]:
         (folder / f"{name}.json").write_text(json.dumps(x))
     data = report.load(folder)
     return {name: table(data) for name, table in report.TABLES.items()}
-
-
-def test_cells_of_the_norm(on_cpu):
-    """Of each number of value heads and each length, with errors of a rounding."""
-    asked = argparse.Namespace(heads="1x2,1x3", sequences="1x5,4x2", head_dims=(8, 24), samples=1, sample_ms=1.0)
-    cells = list(norm.measure("flash_qla", asked))
-    assert [(x["heads"], x["sequences"]) for x in cells] == [(2, "1x5"), (2, "4x2"), (3, "1x5"), (3, "4x2")]
-    assert all(0 < e < 4e-3 for x in cells for e in x["errors"].values())
-    assert all(x["step_floor_ms"] > x["forward_floor_ms"] > 0 for x in cells)
-    norm.report(cells)
 
 
 def test_geometric_means(tmp_path):
