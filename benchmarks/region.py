@@ -180,7 +180,7 @@ def report(cells: list[dict]) -> None:
             floor = f"{of}_floor" if found and f"{of}_floor" in found[0] else ""
             common.print_comparison(found, f"{of}_us", lambda x: (x["part"], x["heads"], x["sequences"]), floor=floor)
     for x in (x for x in cells if "relative_error" in x):
-        print(f"{x['package']} {x['heads']} {x['sequences']}: error {x['relative_error']:.1e}")
+        print(*(x[name] for name in ("package", "heads", "sequences")), f"error {x['relative_error']:.1e}")
 
 
 def make_parser() -> argparse.ArgumentParser:
