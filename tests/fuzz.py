@@ -2,7 +2,8 @@
 
 It ends after so many seconds or cases; jobs are processes that share them, and the device. A seed and a number make a
 trial, whatever the jobs: shapes at random, and a value of each option of tests/options.py. tests/trials.py says what a
-trial compares.
+trial compares. Every tenth trial compares the convolution or the norm with its formula, or gated_delta_net with its
+parts.
 """
 
 import argparse
@@ -19,6 +20,9 @@ import time
 from collections import Counter
 
 import options
+import test_convolution
+import test_norm
+import test_region
 import torch
 from options import Shape
 from reference import CHUNK
@@ -27,8 +31,60 @@ from trials import OPS, Trial, run
 KEPT_BYTES = 4 << 30  # bytes of the device's memory that are kept from case to case
 
 
-def draw(seed: int, number: int, device: str) -> Trial:
+@dataclasses.dataclass(frozen=True)
+class RegionTrial:
+    """A call of the convolution, the norm or the region."""
+
+    op: str
+    case: test_convolution.Case | test_norm.Case | test_region.Case
+    seed: int = 0
+
+    def run(self, device: str) -> dict[str, float]:
+        """The errors as parts of their bars."""
+        if self.op == "norm":
+            test_norm.check(self.case, test_norm.make(self.case, device))
+            return {}
+        if self.op == "region":
+            test_region.check_bits_of_the_parts(self.case, device, self.seed)
+            return {}
+        ratios = test_convolution.ratios(self.case, device)
+        assert all(ratio <= 1 for ratio in ratios.values()), ratios
+        return {f"convolution's {name}": ratio for name, ratio in ratios.items()}
+
+
+def draw_of_region(r: random.Random, device: str) -> RegionTrial:
+    gpu = device == "cuda"
+    lengths = r.choice((None, tuple(r.choice((0, 1, 2, 3, 64, 65, r.randint(4, 400))) for _ in range(r.randint(1, 9)))))
+    shape = {"lengths": lengths, "padding": r.choice((0, 0, 5)) if lengths is not None else 0}
+    shape |= {"B": r.randint(1, 3), "T": r.choice((1, 2, 3, 65, r.randint(4, 500)))}
+    half, wide = (torch.bfloat16, torch.float16), (torch.float32, *(() if gpu else (torch.float64,)))
+    W, op = r.randint(2, 4), r.choice(("convolution", "norm", "region"))
+    columns = r.choice((W - 1, W))
+    if op == "norm":
+        dims = tuple(r.randint(1, 40) for _ in range(r.randint(0, 3)))
+        V = r.choice((8, 64, 128, 128, 256, 512, r.randint(1, 512)))
+        kind = {"activation": r.choice(("silu", "sigmoid")), "norm_before_gate": r.random() < 0.5}
+        return RegionTrial(op, test_norm.Case((*dims, V), r.choice((*half, *wide)), **kind))
+    if op == "convolution":
+        options = {"bias": r.random() < 0.5, "use_silu": r.random() < 0.7, "columns": columns}
+        options |= {"dtype": r.choice((*half, *wide)), "state_dtype": r.choice((None, torch.float32))}
+        if options["dtype"] == torch.float64:
+            options["state_dtype"] = None
+        return RegionTrial(op, test_convolution.Case(**shape, D=r.choice((8, 129, r.randint(1, 700))), W=W, **options))
+    H_k, step = r.randint(1, 3), 8 if gpu else 1
+    sizes = {"H_k": H_k, "H_v": H_k * r.randint(1, 3), "W": W, "columns": columns}
+    sizes |= {"K": step * r.randint(1, 16), "V": step * r.randint(1, 16), "dtype": r.choice(half)}
+    flags = {f"with_{x}": r.random() < 0.5 for x in ("bias", "dt_bias", "states")}
+    options = {"state_v_first": r.random() < 0.5, "allow_neg_eigval": r.random() < 0.5}
+    options["norm_activation"] = r.choice(("silu", "sigmoid"))
+    case = test_region.Case(**shape, **sizes, **flags, options=tuple(options.items()))
+    return RegionTrial(op, case, r.randrange(2**31))
+
+
+def draw(seed: int, number: int, device: str) -> Trial | RegionTrial:
     r = random.Random(f"{seed}/{number}")
+    if number % 10 == 9:
+        return draw_of_region(r, device)
     op = r.choices(OPS, (6, 2, 1, 1, 1))[0]
     gpu, decodes = device == "cuda", op.startswith("decode")
 
@@ -65,13 +121,17 @@ class Result:
     failure: str | None = None
 
 
-def run_when_there_is_memory(trial: Trial, given: argparse.Namespace) -> dict[str, float]:
+def run_any(trial: Trial | RegionTrial, device: str) -> dict[str, float]:
+    return trial.run(device) if isinstance(trial, RegionTrial) else run(trial, device)
+
+
+def run_when_there_is_memory(trial: Trial | RegionTrial, given: argparse.Namespace) -> dict[str, float]:
     for _ in range(30 if given.jobs > 1 else 0):  # while others may have it
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            return run(trial, given.device)
+            return run_any(trial, given.device)
         torch.cuda.empty_cache()
         time.sleep(1)
-    return run(trial, given.device)
+    return run_any(trial, given.device)
 
 
 def results(given: argparse.Namespace, job: int = 0):

@@ -148,14 +148,18 @@ def test_formula(case):
         torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_bits_of_the_parts(case, dtype, device):
-    arguments, gradients = make(dataclasses.replace(case, dtype=dtype), device)
+def check_bits_of_the_parts(case: Case, device: str, seed: int = 0) -> None:
+    arguments, gradients = make(case, device, seed)
     with poisoned(device):
         found, expected = (step(x, arguments, gradients) for x in (flash_qla.gated_delta_net, parts))
     for name, x in expected.items():
         assert torch.equal(found[name], x) and found[name].dtype == x.dtype, name
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_of_the_parts(case, dtype, device):
+    check_bits_of_the_parts(dataclasses.replace(case, dtype=dtype), device)
 
 
 def test_slices_and_one_dimension_of_heads(device):
