@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
-import types
 from collections.abc import Callable
 
 import pytest
 import torch
 from dispatched import Ran
 
+import flash_qla
 from flash_qla.cp import build_cp_context
 from flash_qla.integrations import fla, megatron, transformers
 
@@ -260,25 +259,12 @@ def test_every_argument_of_megatron():
     assert {x.argument for x in MEGATRON} == parameters_of(megatron.torch_chunk_gated_delta_rule)
 
 
-def test_convolution_of_megatron(monkeypatch):
-    """Every argument reaches causal-conv1d; the tokens have the number of their sequence."""
-    calls = []
-
-    def record(*args, **kwargs):
-        calls.append(inspect.signature(causal_conv1d_fn).bind(*args, **kwargs).arguments)
-        return args[0] * 2
-
-    def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None): ...
-
-    monkeypatch.setitem(sys.modules, "causal_conv1d", types.SimpleNamespace(causal_conv1d_fn=record))
-    x, weight, bias, activation = torch.rand(1, T, 3), torch.rand(3, 4), torch.rand(3), "silu"
-    y, state = megatron.causal_conv1d(x, weight, bias, activation, None, False, OFFSETS)
-    assert torch.equal(y, x * 2) and state is None
-    (call,) = calls
-    assert torch.equal(call["x"], x.mT) and call["weight"] is weight and call["bias"] is bias
-    assert call["activation"] == "silu" and call["seq_idx"].tolist() == [[0, *[1] * (T - 1)]]
-    megatron.causal_conv1d(x, weight, None, None, None, False, None)
-    assert [calls[1].get(name) for name in ("bias", "activation", "seq_idx")] == [None] * 3
+def test_convolution_of_megatron():
+    """Every argument reaches flash_qla.causal_conv1d."""
+    x, weight, bias, window = torch.rand(1, T, 3), torch.rand(3, 4), torch.rand(3), torch.rand(2, 3, 3)
+    given = {"activation": "silu", "initial_state": window, "output_final_state": True, "cu_seqlens": OFFSETS}
+    found, expected = (f(x, weight, bias, **given) for f in (megatron.causal_conv1d, flash_qla.causal_conv1d))
+    assert all(map(torch.equal, found, expected))
 
 
 def test_norm_of_megatron():

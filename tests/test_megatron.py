@@ -8,7 +8,6 @@ import sys
 import types
 from types import SimpleNamespace
 
-import convolution
 import pytest
 import reference
 import torch
@@ -95,11 +94,6 @@ class Layer(torch.nn.Module):
         return o
 
 
-@pytest.fixture
-def with_convolution(monkeypatch):
-    monkeypatch.setitem(sys.modules, "causal_conv1d", convolution.package())
-
-
 def naive(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens):
     """The fp64 recurrence in torch's operations, one token at a time."""
     q, k, v, g, beta = (x.double() for x in (q, k, v, g, beta))
@@ -119,7 +113,7 @@ def run_layer(layer, x, do, cu_seqlens=None):
 
 
 @pytest.mark.parametrize("has_fla", [False], indirect=True, ids=["without FLA"])
-def test_layer_without_fla(modules, with_convolution):
+def test_layer_without_fla(modules):
     """The layer is refused without the integration. With it both modes give what the naive recurrence gives."""
     with pytest.raises(ImportError):
         Layer(modules, deterministic=True)
@@ -136,7 +130,7 @@ def test_layer_without_fla(modules, with_convolution):
 
 
 @pytest.mark.parametrize("has_fla", [False], indirect=True, ids=["without FLA"])
-def test_packed_layer_without_fla(modules, with_convolution):
+def test_packed_layer_without_fla(modules):
     """Neither the convolution nor the recurrence crosses the border of a sequence."""
     megatron.use_flash_qla()
     generator = torch.Generator().manual_seed(1)
@@ -203,13 +197,6 @@ def test_what_is_refused(modules, monkeypatch):
     x, gate = torch.randn(1, 4, 1, 8), torch.zeros(1, 4, 1)
     with pytest.raises(NotImplementedError, match="chunk_size is 32"):
         megatron.torch_chunk_gated_delta_rule(x, x, x, gate, gate, chunk_size=32)
-    monkeypatch.setitem(sys.modules, "causal_conv1d", None)
-    arguments = (torch.randn(1, 4, 8), torch.randn(8, 4), None, "silu", None, False, None)
-    with pytest.raises(ImportError, match="causal_conv1d"):
-        megatron.causal_conv1d(*arguments)
-    monkeypatch.setitem(sys.modules, "causal_conv1d", convolution.package())
-    with pytest.raises(NotImplementedError, match="output_final_state is True"):
-        megatron.causal_conv1d(*arguments[:5], True, None)
     monkeypatch.setitem(sys.modules, f"{PACKAGE}.gdn", None)
     with pytest.raises(ImportError, match=PACKAGE):
         megatron.use_flash_qla()
@@ -261,15 +248,12 @@ def megatron_core(device, monkeypatch):
         for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, "fla", None)
-        monkeypatch.setitem(sys.modules, "causal_conv1d", convolution.package())
         monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     gdn = pytest.importorskip(
         f"{PACKAGE}.gdn", reason="Megatron-core 0.19 or Triton is not installed", exc_type=ImportError
     )
     if on_cpu and gdn.chunk_gated_delta_rule is not None:
         pytest.skip("Megatron-core was imported before with FLA, whose kernels need a GPU")
-    if not on_cpu and gdn.causal_conv1d is None:
-        pytest.importorskip("causal_conv1d", reason="Megatron-core found no FLA, and causal-conv1d is not installed")
     megatron.use_flash_qla()
     yield gdn
     megatron.restore()

@@ -1,42 +1,16 @@
-"""Packed sequences in transformers' models: all layers keep them apart, with flash_qla and a convolution by
-causal-conv1d. On the CPU a stand-in takes the package's place.
+"""Packed sequences in transformers' models: all layers keep them apart, with flash_qla.
 
 The reference is each sequence by itself in the model's own torch code.
 """
 
-import importlib
-import sys
-
-import convolution
 import pytest
 import torch
 from test_transformers import BF16_RATIO, FP32_TOLERANCE, all_models, example, mean_error, small_model, text
 from transformers import DataCollatorWithFlattening
 
-from flash_qla.integrations.transformers import use_flash_qla
+from flash_qla.integrations.transformers import causal_conv1d, use_flash_qla
 
 LENGTHS = (70, 1, 65, 4)
-
-
-def import_again(name: str):
-    """The module of a model, imported once more, so that it looks for the packages that can be imported now."""
-    path = f"transformers.models.{name}.modeling_{name}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(sys.modules, path)
-        patch.setitem(sys.modules, "fla", None)
-        return importlib.import_module(path)
-
-
-def with_convolution(model, device: str, monkeypatch):
-    """The same model, with the convolution of causal-conv1d in its layers."""
-    if device == "cpu":
-        monkeypatch.setitem(sys.modules, "causal_conv1d", convolution.package())
-    else:
-        pytest.importorskip("causal_conv1d", reason="causal-conv1d is not installed")
-    name = type(model).__module__.rpartition("modeling_")[2]
-    packed = getattr(import_again(name), type(model).__name__)(model.config)
-    packed.load_state_dict(model.state_dict())
-    return packed.to(device, model.dtype)
 
 
 def sequences(lengths=LENGTHS) -> list[dict]:
@@ -71,17 +45,19 @@ def one_by_one(device: str) -> list[dict]:
 
 
 @all_models
-def test_packed_training(name, device, monkeypatch):
+@pytest.mark.parametrize("seq_idx", (False, True))
+def test_packed_training(name, seq_idx, device):
     """Logits and all gradients of a packed batch are those of its sequences."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = small_model(name, device=device, dtype=dtype)
-    ours = with_convolution(model, device, monkeypatch)
-    use_flash_qla(ours)
-    found = gradients(ours, [packed(device, return_seq_idx=True)])
+    with use_flash_qla(model):
+        found = gradients(model, [packed(device, return_seq_idx=seq_idx)])
+        found = {key: x.clone() for key, x in found.items()}
     own = gradients(model, one_by_one(device))
     if dtype == torch.float32:
         assert max(example.relative_error(found[key], x) for key, x in own.items()) < FP32_TOLERANCE
         return
+    own = {key: x.clone() for key, x in own.items()}
     exact = gradients(model.float(), one_by_one(device))
     for keys in (["logits"], [key for key in exact if key != "logits"]):
         part = {key: exact[key] for key in keys}
@@ -89,9 +65,23 @@ def test_packed_training(name, device, monkeypatch):
         assert our_error < BF16_RATIO * own_error, f"{our_error:.2e} from fp32, torch {own_error:.2e}"
 
 
-def test_without_causal_conv1d():
-    """transformers says what to install."""
-    model = small_model()
-    use_flash_qla(model)
-    with pytest.raises(ValueError, match=r"causal.conv1d"):
-        model(**packed("cpu", return_seq_idx=True), use_cache=False)
+def test_packed_sequences_do_not_continue_a_cache():
+    """Then the convolution has rows of earlier tokens before the first sequence."""
+    x, keywords = torch.randn(1, 8, 5 + 3), {"cu_seq_lens_q": torch.tensor([0, 2, 5])}
+    for name in ("seq_idx", "position_ids"):
+        with pytest.raises(ValueError, match="use_cache=False"):
+            causal_conv1d(None, x, torch.randn(8, 4), **keywords, **{name: torch.zeros(1, 5)})
+
+
+def test_other_convolutions():
+    """A width that flash_qla.causal_conv1d does not have, or another activation, stays with the model's function."""
+    calls = []
+
+    def own(*args, **kwargs):
+        calls.append(kwargs)
+        return args[0]
+
+    x = torch.randn(1, 8, 5)
+    for weight, activation in ((torch.randn(8, 5), "silu"), (torch.randn(8, 4), "gelu")):
+        assert causal_conv1d(own, x, weight, None, activation=activation, seq_idx=None) is x
+    assert calls == [{"activation": activation, "seq_idx": None} for activation in ("silu", "gelu")]

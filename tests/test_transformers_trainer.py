@@ -6,7 +6,7 @@ The reference is the model's own torch code on the same sequences, padded: it ta
 import pytest
 import torch
 from test_transformers import BF16_RATIO, FP32_TOLERANCE, calls, example, small_model  # noqa: F401
-from test_transformers_packed import LENGTHS, sequences, with_convolution
+from test_transformers_packed import LENGTHS, sequences
 from transformers import DataCollatorWithFlattening
 
 from flash_qla.integrations.transformers import use_flash_qla
@@ -67,9 +67,9 @@ def own(tmp_path_factory):
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("bf16", (False, True), ids=("fp32", "bf16"))
-def test_trainer(bf16, checkpointing, own, calls, tmp_path, monkeypatch):  # noqa: F811
+def test_trainer(bf16, checkpointing, own, calls, tmp_path):  # noqa: F811
     """Losses and weights are torch's. In bf16 the weights are as near to those of fp32 as torch's."""
-    model = with_convolution(small_model("qwen3_next"), "cpu", monkeypatch)
+    model = small_model("qwen3_next")
     with use_flash_qla(model):
         losses, change = train(model, flattened, tmp_path, bf16=bf16, **CHECKPOINTING[checkpointing])
     assert len(calls) == STEPS * (2 if CHECKPOINTING[checkpointing] else 1)

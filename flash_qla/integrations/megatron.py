@@ -10,8 +10,8 @@ torch_chunk_gated_delta_rule with `deterministic_mode`. use_flash_qla puts flash
 kernels give the same bits in every run, so deterministic mode needs no other function.
 
 Megatron's layer also takes its l2norm and its convolution from FLA, and refuses to be built without FLA. If FLA is not
-installed, use_flash_qla supplies both: the l2norm in torch, the convolution by the package causal-conv1d, which
-deterministic mode does not call. If FLA is installed, any release of it, both remain FLA's.
+installed, use_flash_qla supplies both: the l2norm in torch, and flash_qla's convolution. If FLA is installed, any
+release of it, both remain FLA's.
 
 Megatron refuses packed sequences with `deterministic_mode`. Head dimensions are as in flash_qla: K any multiple of 8 up
 to 256, V any multiple of 8 up to 512.
@@ -57,34 +57,11 @@ def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 def causal_conv1d(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens):
-    """The convolution of FLA that Megatron's layer calls, by the package causal-conv1d.
-
-    Args:
-        x: [B, T, D]; B is 1 with cu_seqlens.
-        weight: [D, W], W from 2 to 4.
-        bias: [D], or None.
-        activation: "silu", "swish" or None.
-        initial_state: only None.
-        output_final_state: only False.
-        cu_seqlens: [N + 1], offsets of packed sequences, whose last is T; or None.
-
-    Returns:
-        y: [B, T, D], in the dtype of x.
-        final_state: None.
-
-    Raises:
-        ImportError: causal-conv1d is not installed.
-        NotImplementedError: initial_state or output_final_state has another value.
-    """
-    from causal_conv1d import causal_conv1d_fn
-
-    require("causal_conv1d", initial_state=(initial_state, None), output_final_state=(output_final_state, False))
-    seq_idx = None
-    if cu_seqlens is not None:
-        tokens = torch.arange(x.shape[1], dtype=cu_seqlens.dtype, device=x.device)
-        seq_idx = torch.bucketize(tokens, cu_seqlens[1:], out_int32=True, right=True)[None]
-    y = causal_conv1d_fn(x.contiguous().transpose(1, 2), weight, bias, seq_idx=seq_idx, activation=activation)
-    return y.transpose(1, 2), None
+    """The convolution of FLA that Megatron's layer calls: flash_qla.causal_conv1d, whose arguments these are."""
+    return flash_qla.causal_conv1d(
+        x, weight, bias, activation=activation, initial_state=initial_state, output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
 
 
 _LAYERS = "megatron.core.ssm.gated_delta_net"

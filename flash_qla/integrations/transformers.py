@@ -10,9 +10,10 @@
 
 Works for every model built on transformers' GatedDeltaNet layers (Qwen3-Next, Qwen3.5 and its MoE
 variants, OLMo-Hybrid, ...). Only the layers of the given model change, so other models in the process
-keep what they use. Prefill and training run flash_qla.chunk_gated_delta_rule. Decoding one token at a
-time runs flash_qla.decode_gated_delta_rule on the cache's states, or the former where a gradient is
-requested. Gradients and gradient checkpointing work as with the model's own functions.
+keep what they use. Prefill and training run flash_qla.chunk_gated_delta_rule, and from transformers
+5.15 on flash_qla.causal_conv1d. Decoding one token at a time runs flash_qla.decode_gated_delta_rule on
+the cache's states, or the former where a gradient is requested. Gradients and gradient checkpointing
+work as with the model's own functions.
 
 Packed sequences need cu_seq_lens_q. position_ids that restart are not enough, because transformers does
 not pass them on to these layers: each sequence would start from the state of the one before. An int as
@@ -26,10 +27,11 @@ release:
 
   4.57 to 5.14   the instance attributes `chunk_gated_delta_rule` and `recurrent_gated_delta_rule`, which
                  are replaced;
-  from 5.15      `forward` calls the functions `torch_chunk_gated_delta_rule` and
-                 `torch_recurrent_gated_delta_rule` of its module (which themselves pick FLA or plain
-                 torch). The layer becomes an instance of a subclass whose `forward` is the same byte
-                 code with these names changed, so the module's own functions stay untouched. A class,
+  from 5.15      `forward` calls the functions `torch_chunk_gated_delta_rule`,
+                 `torch_recurrent_gated_delta_rule` and `causal_conv1d_fn` of its module (which themselves
+                 pick other packages or plain torch). The layer becomes an instance of a subclass whose
+                 `forward` is the same byte code with these names changed, so the module's own functions
+                 stay untouched. A class,
                  because a method on the instance would run that instance's weights in every copy of
                  it: replicas of nn.DataParallel, copy.copy.
 
@@ -51,6 +53,7 @@ from flash_qla.ops.checks import IGNORED
 # A layer has the first of each, and perhaps the second.
 _ATTRIBUTES = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")
 _FUNCTIONS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+_CONVOLUTION = "causal_conv1d_fn"
 _ATTRIBUTE, _FUNCTION = _ATTRIBUTES[0], _FUNCTIONS[0]
 
 # The releases whose models were run: see docs/support.md.
@@ -131,6 +134,28 @@ def recurrent_gated_delta_rule(query, key, value, g, beta, **kwargs):
         return chunk_gated_delta_rule(query, key, value, g, beta, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name in _RECURRENT_KEYWORDS}
     return fla.fused_recurrent_gated_delta_rule(query, key, value, g, beta=beta, **kwargs)
+
+
+def causal_conv1d(own, hidden_states, weight, bias=None, activation=None, **kwargs):
+    """flash_qla.causal_conv1d under the argument names that transformers uses; `own`, the function of the layer's
+    module, where a layer has another activation or width.
+
+    Args:
+        hidden_states: [B, D, T].
+        weight: [D, W].
+        kwargs: the keywords that the model was called with.
+    """
+    dtype = hidden_states.dtype
+    if activation not in ("silu", "swish", None) or not 2 <= weight.shape[-1] <= 4:
+        return own(hidden_states, weight, bias, activation=activation, **kwargs)
+    x = hidden_states.transpose(1, 2)
+    if weight.dtype != torch.float32:
+        x = x.to(weight.dtype)
+    cu_seqlens, per_token = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx", kwargs.get("position_ids"))
+    if cu_seqlens is not None and per_token is not None and per_token.shape[-1] != x.shape[1]:
+        raise ValueError("packed sequences continue a cache, which has one row for all: pass use_cache=False")
+    y, _ = flash_qla.causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=cu_seqlens)
+    return y.to(dtype).transpose(1, 2)
 
 
 # Name in a layer or in its module -> the function that takes its place
@@ -302,7 +327,7 @@ def _with_flash_qla(function: types.FunctionType, decorators: tuple = ()) -> typ
     """A copy of `function` that calls flash_qla where `function`, or one that it decorates, calls _FUNCTION.
 
     None where neither does. The copy keeps the module's globals, in which torch.compile looks names up;
-    they gain the names of _RENAMED and lose nothing.
+    they gain the names of _RENAMED, and that of the convolution, and lose nothing.
 
     Args:
         function: a forward, or a function in the closure of the last of `decorators`.
@@ -310,8 +335,12 @@ def _with_flash_qla(function: types.FunctionType, decorators: tuple = ()) -> typ
     """
     code, closure = function.__code__, function.__closure__
     if _FUNCTION in code.co_names:
-        function.__globals__.update({_RENAMED[name]: replacement for name, replacement in _BY_FUNCTION.items()})
-        code = code.replace(co_names=tuple(_RENAMED.get(name, name) for name in code.co_names))
+        functions, renamed = function.__globals__, dict(_RENAMED)
+        functions.update({_RENAMED[name]: replacement for name, replacement in _BY_FUNCTION.items()})
+        if _CONVOLUTION in code.co_names and _CONVOLUTION in functions:
+            renamed[_CONVOLUTION] = "flash_qla_causal_conv1d"
+            functions[renamed[_CONVOLUTION]] = functools.partial(causal_conv1d, functions[_CONVOLUTION])
+        code = code.replace(co_names=tuple(renamed.get(name, name) for name in code.co_names))
     else:
         decorators += (function,)
         closure = tuple(_cell_with_flash_qla(cell, decorators) for cell in closure or ())
