@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dispatched import Ran
 from subprocesses import run_python
 
 import flash_qla
@@ -296,6 +297,30 @@ def test_restore_is_exact(calls):
 
 
 @torch.no_grad()
+@all_models
+def test_convolution_and_norm(name):
+    """A layer runs the ops of both; another norm, or one that something else has wrapped, stays as it is."""
+    model = small_model(name)
+    (layer,) = gated_delta_nets(model)
+    (of_norm,) = [x for x, y in layer.named_children() if type(y).__name__.endswith("RMSNormGated")]
+    inputs, ops = text(70), {"causal_conv1d", "gated_rms_norm"}
+    for change in ("none", "another formula", "another forward"):
+        norm = getattr(layer, of_norm)
+        original = type(norm)
+        if change == "another formula":
+            norm.__class__ = type(original.__name__, (original,), {"forward": lambda self, x, gate: x + gate})
+        if change == "another forward":
+            norm.forward = functools.partial(original.forward, norm)
+        before = type(norm)
+        with use_flash_qla(model), Ran() as ran, torch.no_grad():
+            model(inputs)
+            assert ops & {*ran.ops} == (ops if change == "none" else {"causal_conv1d"})
+            assert isinstance(norm, before) and type(norm).__name__ == before.__name__
+        assert type(norm) is before
+        norm.__class__ = original
+        vars(norm).pop("forward", None)
+
+
 def test_with_block_restores_only_what_it_switched(calls):
     model = small_model()
     with use_flash_qla(model):

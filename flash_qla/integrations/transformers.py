@@ -11,9 +11,10 @@
 Works for every model built on transformers' GatedDeltaNet layers (Qwen3-Next, Qwen3.5 and its MoE
 variants, OLMo-Hybrid, ...). Only the layers of the given model change, so other models in the process
 keep what they use. Prefill and training run flash_qla.chunk_gated_delta_rule, and from transformers
-5.15 on flash_qla.causal_conv1d. Decoding one token at a time runs flash_qla.decode_gated_delta_rule on
-the cache's states, or the former where a gradient is requested. Gradients and gradient checkpointing
-work as with the model's own functions.
+5.15 on flash_qla.causal_conv1d. The layer's gated norm runs flash_qla.gated_rms_norm, if it computes
+the same and nothing else has replaced its forward. Decoding one token at a time runs
+flash_qla.decode_gated_delta_rule on the cache's states, or chunk_gated_delta_rule where a gradient is
+requested. Gradients and gradient checkpointing work as with the model's own functions.
 
 Packed sequences need cu_seq_lens_q. position_ids that restart are not enough, because transformers does
 not pass them on to these layers: each sequence would start from the state of the one before. An int as
@@ -47,6 +48,7 @@ from collections.abc import Callable
 import torch
 
 import flash_qla
+from flash_qla._layout import MOST_VALUE_DIM
 from flash_qla.integrations import fla
 from flash_qla.ops.checks import IGNORED
 
@@ -227,8 +229,10 @@ def use_flash_qla(model: torch.nn.Module) -> Switched:
             f"{_ATTRIBUTE!r} and for modules whose forward calls {_FUNCTION!r} "
             f"(transformers {_transformers_version()})"
         )
-    for _, switch in plan.values():
+    for layer, switch in plan.values():
         switch()
+        for norm in filter(_is_gated_rms_norm, layer.children()):
+            norm.__class__ = _switched_class(type(norm))
     return Switched({name: layer for name, (layer, _) in plan.items()})
 
 
@@ -236,6 +240,38 @@ def restore(model: torch.nn.Module) -> None:
     """Give all layers of `model` that `use_flash_qla` has switched what they had before."""
     for name, layer in model.named_modules():
         _restore_layer(name, layer)
+
+
+def _is_norm(original: type) -> bool:
+    return original.__name__.endswith("RMSNormGated")
+
+
+def _is_gated_rms_norm(module: torch.nn.Module) -> bool:
+    """Whether the module can be switched: on a few numbers its class computes what flash_qla.gated_rms_norm does."""
+    weight, activation = getattr(module, "weight", None), getattr(module, "activation", None)
+    is_plain = _is_norm(type(module)) and not _is_switched(module) and not any(x in vars(module) for x in _FORWARDS)
+    if not is_plain or weight is None or weight.dim() != 1 or activation not in ("silu", "sigmoid"):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    o, z = (torch.randn(2, *weight.shape, generator=generator) for _ in range(2))
+    weight = torch.rand(weight.shape, generator=generator)
+    try:
+        own = torch.func.functional_call(module, {"weight": weight}, (o, z))
+        ours = flash_qla.gated_rms_norm(o, z, weight, eps=module.variance_epsilon, activation=activation)
+    except Exception:  # of any kind: the module has other arguments, or needs a GPU
+        return False
+    return own.shape == ours.shape and torch.allclose(own, ours, rtol=1e-4, atol=1e-5)
+
+
+def _forward_of_norm(self, hidden_states, gate=None):
+    is_known = (
+        hidden_states.dtype in (torch.bfloat16, torch.float16, torch.float32) and len(self.weight) <= MOST_VALUE_DIM
+    )
+    if not is_known or gate is None or gate.dtype != hidden_states.dtype:
+        return getattr(type(self), _ORIGINAL).forward(self, hidden_states, gate)
+    return flash_qla.gated_rms_norm(
+        hidden_states, gate, self.weight, eps=self.variance_epsilon, activation=self.activation
+    )
 
 
 def _is_switched(layer: torch.nn.Module) -> bool:
@@ -252,7 +288,7 @@ def _switch_of(layer: torch.nn.Module) -> Callable[[], None] | None:
         if inspect.ismethod(forward) and inspect.isfunction(forward.__func__):
             renamed = _with_flash_qla(forward.__func__)
             return renamed and functools.partial(_replace, layer, {attribute: types.MethodType(renamed, layer)})
-    if "forward" in layer.__dict__:
+    if "forward" in layer.__dict__ or _is_norm(type(layer)):
         return None
     switched = _switched_class(type(layer))
     return switched and functools.partial(setattr, layer, "__class__", switched)
@@ -294,13 +330,16 @@ def _restore_layer(name: str, layer: torch.nn.Module) -> None:
                 setattr(layer, attribute, types.MethodType(original.forward, layer))
         if getattr(layer.__dict__.get("forward"), "__func__", None) is original.forward:
             del layer.__dict__["forward"]
+    for of_layer, norm in layer.named_children():
+        if _is_switched(norm):
+            _restore_layer(f"{name}.{of_layer}", norm)
 
 
 @functools.cache
 def _switched_class(original: type) -> type | None:
     """A subclass whose forward calls flash_qla, which passes for the class itself; None where its forward does not call
-    _FUNCTION. All layers of a class share it, and so torch.compile one compilation."""
-    forward = _with_flash_qla(original.forward)
+    _FUNCTION, and it is no norm. All layers of a class share it, and so torch.compile one compilation."""
+    forward = _forward_of_norm if _is_norm(original) else _with_flash_qla(original.forward)
     if forward is None:
         return None
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
