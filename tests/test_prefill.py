@@ -315,6 +315,21 @@ def test_batch_invariance(device, mode):
             assert torch.equal(call["state_pool"][slots[n]], states[slots[n]])
 
 
+@of_modes("narrow", "wide", *WIDE_KEYS)
+def test_the_state_of_the_first_slot_is_not_rounded(device, mode):
+    """Only the states at checkpoints are, with batch_invariant: the tokens before the first one do not see the
+    checkpoints' dtype."""
+    case = Case(**sizes_in(mode), lengths=(70, 130))
+    o = []
+    for dtype in (FP32, BF16):
+        arguments = make_arguments(case, FP32, device=device)
+        kept = torch.zeros(3, *arguments["state_pool"].shape[1:], dtype=dtype, device=device)
+        with in_mode(device, mode):
+            o.append(prefill_gated_delta_rule(**arguments, batch_invariant=True, checkpoint_every=64, checkpoints=kept))
+    first, other = (torch.cat([x[:, :64], x[:, 70:134]]) for x in o)
+    assert torch.equal(first, other) and not torch.equal(*o)
+
+
 @of_modes(*MODES)
 def test_a_checkpoint_in_the_first_slot(device, mode):
     """A sequence may write the slot that it started from: it has read the state before."""
