@@ -152,6 +152,8 @@ def norm(placement: str) -> None:
         assert list(x.placements) == tokens and torch.equal(x.full_tensor(), wanted)
     assert list(found[1][3].placements) == [Replicate() if tokens == [Replicate()] else Partial()]
     torch.testing.assert_close(found[1][3].full_tensor(), found[0][3], rtol=1e-5, atol=1e-5)
+    by_channels = [distribute_tensor(x, mesh, [Shard(3)]) for x in whole[:2]]  # moved: a row needs all its channels
+    assert torch.equal(flash_qla.gated_rms_norm(*by_channels, local[3]).full_tensor(), found[0][0])
 
 
 def convolution(placement: str) -> None:

@@ -412,6 +412,7 @@ WRONG_GRADIENTS = {
         "dht": torch.zeros(2, 8, 4)
     },
     "dy has dtype int64, expected": {"dy": torch.zeros(1, 5, 8).long()},
+    "dht has dtype int64, expected": {"dht": torch.zeros(2, 8, 3).long()},
 }
 WRONG_POOLS = {
     "state_pool has shape [11, 8, 2], expected [11, 8, 3 or 4]": {"state_pool": torch.zeros(11, 8, 2)},

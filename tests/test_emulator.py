@@ -16,7 +16,7 @@ KERNELS = TESTS.parent / "build/kernels"
 # Quick tests of each file, which together launch every kernel. The emulator has no streams and no graphs, and runs in
 # one process.
 SELECTED = {
-    "test_every_op.py": "(order and not mode) or (outside and not prefill) or (layout and ready)",
+    "test_every_op.py": "(order and not mode) or (outside and not prefill) or (layout and ready) or any_strides",
     "test_decode.py": "not (opcheck or compile)",
     "test_decode_buffered.py": "not (opcheck or compile or graph)",
     "test_decode_gpu.py": "not (graph or reported or many)",

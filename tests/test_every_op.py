@@ -128,6 +128,19 @@ def test_any_layout(device, name, layout, options):
     assert equal(dataclasses.replace(call, arguments=call.arguments | tensors)(), expected)
 
 
+@every_op
+def test_any_strides(device, name):
+    """The same bits, though no two neighbours of any tensor that is read lie side by side: weights, windows, gates,
+    states, tables and flags too."""
+    call = make_call(name, device)
+    if "has_initial_state" in names_of_arguments(name):
+        call.arguments["has_initial_state"] = torch.tensor([True, False, True, True], device=device)
+    read = {x: y for x, y in call.arguments.items() if torch.is_tensor(y) and x not in {*IN_PLACE, "g_cache"}}
+    strided = {x: y.repeat_interleave(3, -1).roll(1)[..., 1::3] for x, y in read.items()}
+    assert not any(x.is_contiguous() for x in strided.values())
+    assert equal(dataclasses.replace(call, arguments=call.arguments | strided)(), call())
+
+
 @pytest.mark.usefixtures("errors_change_nothing")
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", sorted({*WITH_POOL} - {*CONVOLUTIONS}))

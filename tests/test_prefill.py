@@ -315,6 +315,35 @@ def test_batch_invariance(device, mode):
             assert torch.equal(call["state_pool"][slots[n]], states[slots[n]])
 
 
+@of_modes("narrow", "wide", *WIDE_KEYS)
+def test_the_state_of_the_first_slot_is_not_rounded(device, mode):
+    """With batch_invariant only the states at checkpoints are: the tokens before the first one do not depend on the
+    checkpoints' dtype."""
+    case = Case(**sizes_in(mode), lengths=(130, 300))
+    o = []
+    for dtype in (FP32, BF16):
+        arguments = make_arguments(case, FP32, device=device)
+        kept = torch.zeros(3, *arguments["state_pool"].shape[1:], dtype=dtype, device=device)
+        with in_mode(device, mode):
+            o.append(
+                prefill_gated_delta_rule(**arguments, batch_invariant=True, checkpoint_every=128, checkpoints=kept)
+            )
+    first, other = (torch.cat([x[:, :128], x[:, 130:258]]) for x in o)
+    assert torch.equal(first, other) and not torch.equal(*o)
+
+
+@of_modes(*MODES)
+def test_no_tokens_and_another_first_slot(device, mode):
+    """A sequence without tokens leaves its slot as it is, also if it starts from another one."""
+    arguments = make_arguments(Case(**SIZES, lengths=(70, 0, 3)), device=device)
+    arguments |= {"state_indices": torch.tensor([1, 4, 2], device=device)}
+    before, first = copied(arguments["state_pool"]), {"initial_state_indices": torch.tensor([5, 6, 7], device=device)}
+    with in_mode(device, mode):
+        prefill_gated_delta_rule(**arguments | first)
+    changed = (arguments["state_pool"] != before).flatten(1).any(1)
+    assert changed.nonzero().flatten().tolist() == [1, 2]
+
+
 @of_modes(*MODES)
 def test_a_checkpoint_in_the_first_slot(device, mode):
     """A sequence may write the slot that it started from: it has read the state before."""

@@ -185,6 +185,8 @@ def check_update(function, device, inputs, arguments):
     expected, states, is_real = expected_of_update(inputs, arguments)
     call = engines.moved(arguments, device)
     o = function(**call)
+    tables = {name: x for name, x in arguments.items() if torch.is_tensor(x) and not x.is_floating_point()}
+    assert all(torch.equal(call[name].cpu(), x) for name, x in tables.items())  # they are the engine's
     slots = arguments["initial_state_indices"].tolist()
     written = {slots[n]: s[-1] for n, s in enumerate(states) if is_real[n] and len(s) > 1}
     if arguments.get("disable_state_update"):
