@@ -8,7 +8,7 @@ import torch
 from test_transformers import BF16_RATIO, FP32_TOLERANCE, all_models, example, mean_error, small_model, text
 from transformers import DataCollatorWithFlattening
 
-from flash_qla.integrations.transformers import causal_conv1d, use_flash_qla
+from flash_qla.integrations.transformers import _with_flash_qla, causal_conv1d, use_flash_qla
 
 LENGTHS = (70, 1, 65, 4)
 
@@ -85,3 +85,13 @@ def test_other_convolutions():
     for weight, activation in ((torch.randn(8, 5), "silu"), (torch.randn(8, 4), "gelu")):
         assert causal_conv1d(own, x, weight, None, activation=activation, seq_idx=None) is x
     assert calls == [{"activation": activation, "seq_idx": None} for activation in ("silu", "gelu")]
+
+
+def test_a_convolution_that_something_has_replaced():
+    """It stays; the one of the model's module does not."""
+    for of in ("model", "elsewhere"):
+        module = {"__name__": "model", "torch_chunk_gated_delta_rule": None, "causal_conv1d_fn": lambda x: "own"}
+        module["causal_conv1d_fn"].__module__ = of
+        exec("def forward(x): return causal_conv1d_fn, torch_chunk_gated_delta_rule", module)
+        called, _ = _with_flash_qla(module["forward"])(None)
+        assert (called is module["causal_conv1d_fn"]) == (of == "elsewhere")

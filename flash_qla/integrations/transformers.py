@@ -11,8 +11,9 @@
 Works for every model built on transformers' GatedDeltaNet layers (Qwen3-Next, Qwen3.5 and its MoE
 variants, OLMo-Hybrid, ...). Only the layers of the given model change, so other models in the process
 keep what they use. Prefill and training run flash_qla.chunk_gated_delta_rule, and from transformers
-5.15 on flash_qla.causal_conv1d. The layer's gated norm runs flash_qla.gated_rms_norm, if it computes
-the same and nothing else has replaced its forward. Decoding one token at a time runs
+5.15 on flash_qla.causal_conv1d, unless something else has replaced the function in the model's module.
+The layer's gated norm runs flash_qla.gated_rms_norm, if it computes the same and nothing else has
+replaced its forward. Decoding one token at a time runs
 flash_qla.decode_gated_delta_rule on the cache's states, or chunk_gated_delta_rule where a gradient is
 requested. Gradients and gradient checkpointing work as with the model's own functions.
 
@@ -376,9 +377,10 @@ def _with_flash_qla(function: types.FunctionType, decorators: tuple = ()) -> typ
     if _FUNCTION in code.co_names:
         functions, renamed = function.__globals__, dict(_RENAMED)
         functions.update({_RENAMED[name]: replacement for name, replacement in _BY_FUNCTION.items()})
-        if _CONVOLUTION in code.co_names and _CONVOLUTION in functions:
+        own = functions.get(_CONVOLUTION) if _CONVOLUTION in code.co_names else None
+        if getattr(own, "__module__", None) == function.__module__:  # nothing has taken its place
             renamed[_CONVOLUTION] = "flash_qla_causal_conv1d"
-            functions[renamed[_CONVOLUTION]] = functools.partial(causal_conv1d, functions[_CONVOLUTION])
+            functions[renamed[_CONVOLUTION]] = functools.partial(causal_conv1d, own)
         code = code.replace(co_names=tuple(renamed.get(name, name) for name in code.co_names))
     else:
         decorators += (function,)
