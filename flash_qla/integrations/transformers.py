@@ -253,9 +253,8 @@ def _is_gated_rms_norm(module: torch.nn.Module) -> bool:
     is_plain = _is_norm(type(module)) and not _is_switched(module) and not any(x in vars(module) for x in _FORWARDS)
     if not is_plain or weight is None or weight.dim() != 1 or activation not in ("silu", "sigmoid"):
         return False
-    generator = torch.Generator().manual_seed(0)
-    o, z = (torch.randn(2, *weight.shape, generator=generator) for _ in range(2))
-    weight = torch.rand(weight.shape, generator=generator)
+    on_cpu = {"generator": torch.Generator().manual_seed(0), "device": "cpu", "dtype": torch.float32}
+    o, z, weight = (torch.randn(shape, **on_cpu) for shape in ((2, *weight.shape), (2, *weight.shape), weight.shape))
     try:
         own = torch.func.functional_call(module, {"weight": weight}, (o, z))
         ours = flash_qla.gated_rms_norm(o, z, weight, eps=module.variance_epsilon, activation=activation)
