@@ -82,7 +82,8 @@ def gated_delta_net(
             differentiation.
     """
     try:
-        heads = z.unflatten(-1, (a.shape[-1], -1)) if z.dim() == 3 else z
+        is_flat = z.dim() == 3 and a.dim() == 3 and a.shape[2] > 0 and z.shape[2] % a.shape[2] == 0
+        heads = z.unflatten(-1, (a.shape[2], -1)) if is_flat else z
         y, final_state, final_window, _ = autograd.call(
             torch.ops.flash_qla.gated_delta_net,
             mixed, heads, a, b, conv_weight, conv_bias, norm_weight, A_log, dt_bias, num_k_heads, head_k_dim, scale,

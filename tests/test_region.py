@@ -251,6 +251,7 @@ def test_graph_with_other_lengths():
             "conv_weight has shape [48, 4], expected [47, W] or [47, 1, W]",
         ),
         ("z", lambda x: x[..., :-1], "mixed has 48 channels, expected 2 H_k K + H_v V, with num_k_heads H_k = 1, "),
+        ("z", lambda x: x.flatten(2)[..., :-1], "z has 3 dimensions (shape [1, 81, 31]), expected 4 ([B, T, H_v, V])"),
         ("z", lambda x: x.double(), "z has dtype float64, expected bfloat16, the dtype of mixed"),
         ("a", lambda x: x[:, :-1], "a has shape [1, 80, 2], expected [1, 81, 2] ([B, T, H_v])"),
         ("b", lambda x: x.long(), "b has dtype int64, expected "),
