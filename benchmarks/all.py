@@ -54,6 +54,7 @@ SECTIONS = {
     "backward": ["backward --variants contiguous"],
     "region": ["region --heads 2x8,4x16,16x32,16x64 --sequences 1x8192,1x32768,4096x8"],
     "decode": [DECODE],
+    "decode_region": ["decode_region"],
     "plain": [f"{DECODE} --keep plain --state-dtypes fp32"],
     "drafts": [f"{DRAFTS} --keep last", f"{DRAFTS} --keep every"],
     "prefill": ["prefill --sequences 1x8192,1024x8,256x32 --samples 5"],
@@ -83,7 +84,7 @@ PROCESSES = [
     Process("vllm", ["decode", "drafts"], FLA_TRITON),
     Process("sglang", ["decode", "drafts"], FLA_TRITON),
     Process("attn_gym", ["decode"]),
-    Process("fla", ["backward", "region", "accuracy", "wide", "wide_step"], FLA_BACKWARD),
+    Process("fla", ["backward", "region", "decode_region", "accuracy", "wide", "wide_step"], FLA_BACKWARD),
 ]
 
 

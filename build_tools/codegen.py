@@ -47,6 +47,7 @@ def launcher(instance: Instance, lowered: Lowered) -> str:
         arguments += f"  {argument.c_type} {argument.name} = {value};\n"
     addresses = ", ".join(f"&{argument.name}" for argument in lowered.arguments)
     options = ", .overlaps_predecessor = true" if lowered.waits_for_predecessor else ""
+    options += ", .is_cluster = true" if lowered.is_cluster else ""
     text = f"""void launch_{name}(const {camel_case(instance.kernel)}Args& args, cudaStream_t stream) {{
   static runtime::Kernel kernel = {{"{name}", {name}_cubin}};
   const runtime::LaunchConfig config = {{

@@ -91,6 +91,7 @@ class Lowered:
     block: list[int]
     shared_bytes: int
     waits_for_predecessor: bool  # calls T.pdl_sync: safe to launch before its predecessor ends
+    is_cluster: bool  # CLUSTER of the kernel's module: the CTAs along x are a cluster
     early: dict  # EARLY of the kernel's module, see kernels_tl/core/common.py; empty unless it waits
 
 
@@ -120,7 +121,9 @@ def lower(package: str, instance: Instance) -> Lowered:
     if attributes.get("use_cooperative_groups", False):
         raise LoweringError("grid-wide synchronisation (cooperative launch) is not supported")
     if attributes.get("cluster_dims", None) is not None:
-        raise LoweringError("thread block clusters are not supported")
+        raise LoweringError(
+            "a cluster of constant size is not supported: CLUSTER of the module makes one of the grid's x"
+        )
     if again := patches.doubled_shared_buffers(device_function):
         raise LoweringError(
             f"two shared buffers are called {again[0]}; a variable that is bound to a buffer renames it, one that is"
@@ -153,6 +156,7 @@ def lower(package: str, instance: Instance) -> Lowered:
         block=[_constant(extents.get(f"threadIdx.{axis}", 1), "block size") for axis in "xyz"],
         shared_bytes=int(attributes.get("dyn_shared_memory_buf", 0)),
         waits_for_predecessor=waits,
+        is_cluster=getattr(module, "CLUSTER", False),
         early=early,
     )
 

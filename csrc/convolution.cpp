@@ -109,14 +109,15 @@ Convolution make_convolution_backward(const char* op, ConvolutionArguments argum
   return call;
 }
 
-Convolution make_convolution_on_pool(const char* op, ConvolutionArguments arguments, PoolArguments pool) {
-  Convolution call = read_inputs(op, std::move(arguments));
-  check_windows(call, "state_pool", pool.state_pool, pool.state_pool.dim() > 0 ? pool.state_pool.size(0) : 0,
+Convolution make_convolution_on_pool(const char* op, ConvolutionArguments arguments, PoolArguments pool,
+                                     const ConvolutionNames& names) {
+  Convolution call = read_inputs(op, std::move(arguments), names);
+  check_windows(call, names.state, pool.state_pool, pool.state_pool.dim() > 0 ? pool.state_pool.size(0) : 0,
                 "[slots, D, W - 1] or [slots, D, W]");
-  check_device(op, "state_indices", pool.state_indices, call.x, "x");
+  check_device(op, "state_indices", pool.state_indices, call.x, names.x);
   check_table(op, "state_indices", pool.state_indices, call.N, 1, "[N]");
   if (pool.has_initial_state) {
-    check_device(op, "has_initial_state", *pool.has_initial_state, call.x, "x");
+    check_device(op, "has_initial_state", *pool.has_initial_state, call.x, names.x);
     check_flags(op, "has_initial_state", *pool.has_initial_state, call.N);
   }
   call.initial_state = std::move(pool.state_pool);

@@ -60,7 +60,8 @@ struct ConvolutionGradients {
 Convolution make_convolution(const char* op, ConvolutionArguments arguments, const ConvolutionNames& names = {});
 Convolution make_convolution_backward(const char* op, ConvolutionArguments arguments,
                                       const ConvolutionNames& names = {});
-Convolution make_convolution_on_pool(const char* op, ConvolutionArguments arguments, PoolArguments pool);
+Convolution make_convolution_on_pool(const char* op, ConvolutionArguments arguments, PoolArguments pool,
+                                     const ConvolutionNames& names = {.state = "state_pool"});
 
 void make_canonical(Convolution& call);
 

@@ -74,6 +74,9 @@ BufferedDecodeCall make_buffered_decode_call(const char* op, DecodeArguments arg
 void check_decode_tables(const DecodeCall& call);
 void check_decode_tables(const BufferedDecodeCall& call);
 
+// Throws, with the argument's name, if the call runs on a CPU only.
+void check_decode_on_gpu(const DecodeCall& call);
+
 // Each returns the op's result.
 Tensor decode_cpu(DecodeCall call);
 Tensor decode_cuda(DecodeCall call);

@@ -14,6 +14,7 @@
 #include "contents.h"
 #include "convolution.h"
 #include "decode.h"
+#include "decode_region.h"
 #include "norm.h"
 #include "overlap.h"
 #include "passes.h"
@@ -113,6 +114,8 @@ constexpr auto kFields<DecodeArguments> = std::tuple{
     Field{"allow_neg_eigval", &DecodeArguments::allow_neg_eigval},
     Field{"out", &DecodeArguments::out},
 };
+template <>
+constexpr auto kFields<WindowArguments> = std::tuple{Field{"window_pool", &WindowArguments::window_pool}};
 template <>
 constexpr auto kFields<Backlog> = std::tuple{
     Field{"d_cache", &Backlog::d_cache},         Field{"k_cache", &Backlog::k_cache},
@@ -621,6 +624,28 @@ void gated_delta_net_bwd(const Stack<kGatedDeltaNetBwd>& stack) {
              std::move(out.dA_log), std::move(out.ddt_bias), std::move(out.dh0), std::move(of_convolution.dh0));
 }
 
+// The region for a few tokens of each sequence, on pools; see DecodeRegion.
+constexpr char kDecodeGatedDeltaNet[] =
+    "decode_gated_delta_net(Tensor mixed, Tensor z, Tensor a, Tensor b, Tensor conv_weight, Tensor? conv_bias, "
+    "Tensor norm_weight, Tensor A_log, Tensor? dt_bias, Tensor(a!) window_pool, Tensor(b!) state_pool, "
+    "Tensor state_indices, float? scale=None, int null_index=-1, bool allow_neg_eigval=False, float norm_eps=1e-06, "
+    "str norm_activation=\"silu\", Tensor(c!)? out=None) "
+    "-> Tensor y";
+
+template <auto Decode>
+void decode_gated_delta_net(const Stack<kDecodeGatedDeltaNet>& stack) {
+  RegionArguments r;
+  WindowArguments w;
+  DecodeArguments d;
+  stack.take(r, w, d);
+  const DecodeRegion region(stack.kOp, std::move(r), std::move(w), std::move(d));
+  Tensor y = Decode(region);
+  if (contents_are_checked()) {
+    check_results(region.rule(), y);
+  }
+  stack.give(std::move(y));
+}
+
 template <const char* kSchema, void (*Op)(const Stack<kSchema>&)>
 void implement(torch::stable::detail::StableLibrary& m) {
   m.impl(Schema<kSchema>::kOp, boxed<kSchema, Op>);
@@ -628,7 +653,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
 
 template <auto Forward, auto Backward, auto BeginForward, auto FinishForward, auto BeginBackward, auto ReplayBackward,
           auto FinishBackward, auto Prefill, auto Decode, auto DecodeBuffered, auto Convolve, auto ConvolveBackward,
-          auto Norm, auto NormBackward>
+          auto Norm, auto NormBackward, auto DecodeRegion>
 void register_for_device(torch::stable::detail::StableLibrary& m) {
   implement<kChunkGatedDeltaRule, chunk_gated_delta_rule<Forward>>(m);
   implement<kChunkGatedDeltaRuleFwd, chunk_gated_delta_rule_fwd<Forward>>(m);
@@ -649,6 +674,7 @@ void register_for_device(torch::stable::detail::StableLibrary& m) {
   implement<kPrefillCausalConv1d, prefill_causal_conv1d<Convolve>>(m);
   implement<kGatedRmsNorm, gated_rms_norm<Norm>>(m);
   implement<kGatedRmsNormBwd, gated_rms_norm_bwd<NormBackward>>(m);
+  implement<kDecodeGatedDeltaNet, decode_gated_delta_net<DecodeRegion>>(m);
   implement<kGatedDeltaNet, gated_delta_net<Convolve, Forward, Norm>>(m);
   implement<kGatedDeltaNetBwd, gated_delta_net_bwd<Convolve, Backward, ConvolveBackward, NormBackward>>(m);
 }
@@ -678,15 +704,17 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
   m.def(flash_qla::kGatedRmsNorm);
   m.def(flash_qla::kGatedRmsNormBwd);
   m.def(flash_qla::kGatedDeltaNet);
+  m.def(flash_qla::kDecodeGatedDeltaNet);
   m.def(flash_qla::kGatedDeltaNetBwd);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
-  flash_qla::register_for_device<
-      flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::begin_forward_cpu, flash_qla::finish_forward_cpu,
-      flash_qla::begin_backward_cpu, flash_qla::replay_backward_cpu, flash_qla::finish_backward_cpu,
-      flash_qla::prefill_cpu, flash_qla::decode_cpu, flash_qla::decode_buffered_cpu, flash_qla::convolve_cpu,
-      flash_qla::convolve_backward_cpu, flash_qla::gated_rms_norm_cpu, flash_qla::gated_rms_norm_backward_cpu>(m);
+  flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::begin_forward_cpu,
+                                 flash_qla::finish_forward_cpu, flash_qla::begin_backward_cpu,
+                                 flash_qla::replay_backward_cpu, flash_qla::finish_backward_cpu, flash_qla::prefill_cpu,
+                                 flash_qla::decode_cpu, flash_qla::decode_buffered_cpu, flash_qla::convolve_cpu,
+                                 flash_qla::convolve_backward_cpu, flash_qla::gated_rms_norm_cpu,
+                                 flash_qla::gated_rms_norm_backward_cpu, flash_qla::decode_region_cpu>(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
@@ -694,5 +722,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
       flash_qla::forward_cuda, flash_qla::backward_cuda, flash_qla::begin_forward_cuda, flash_qla::finish_forward_cuda,
       flash_qla::begin_backward_cuda, flash_qla::replay_backward_cuda, flash_qla::finish_backward_cuda,
       flash_qla::prefill_cuda, flash_qla::decode_cuda, flash_qla::decode_buffered_cuda, flash_qla::convolve_cuda,
-      flash_qla::convolve_backward_cuda, flash_qla::gated_rms_norm_cuda, flash_qla::gated_rms_norm_backward_cuda>(m);
+      flash_qla::convolve_backward_cuda, flash_qla::gated_rms_norm_cuda, flash_qla::gated_rms_norm_backward_cuda,
+      flash_qla::decode_region_cuda>(m);
 }

@@ -33,7 +33,7 @@ def without_cuda(path: Path) -> str:
     """A generated kernel's source for g++. It adds the kernel to the emulator's list when the library is loaded."""
     name, text = path.stem, path.read_text()
     shared = re.compile(r"extern __shared__ \S+ (\w+) (\w+)\[\];")
-    text = shared.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulator::dynamic_shared);", text)
+    text = shared.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulator::own_shared());", text)
     parameters = re.search(rf'^extern "C" __global__ void {name}\((.*)\);$', text, re.MULTILINE).group(1).split(", ")
     types = [re.sub(r"__grid_constant__|__restrict__|\w+$", "", parameter) for parameter in parameters]
     arguments = ", ".join(f"*static_cast<std::decay_t<{kind}>*>(arguments[{i}])" for i, kind in enumerate(types))

@@ -19,6 +19,7 @@
 namespace emulator {
 
 Index thread_index, block_index, block_dim;
+unsigned thread_of_cluster;
 uint64_t progress = 0;
 alignas(1024) char dynamic_shared[227 << 10];
 
@@ -27,17 +28,24 @@ namespace {
 constexpr size_t kStackBytes = 256 << 10;
 constexpr int kMostThreads = 1024;
 
+constexpr int kMostCtas = 8;
+
 struct Fiber {
   void* stack;
   bool done;
+  unsigned arrival;  // generation of the cluster's barrier at which it has arrived
 };
 
-struct Cta {
+// The CTAs that run together: a cluster, of one CTA for most kernels. Threads are counted over all of them.
+struct Cluster {
   Fiber fibers[kMostThreads];
-  int threads, alive, alive_of_warps[kMostThreads / 32];
-  Meeting named[16], warps[kMostThreads / 32], warpgroups[kMostThreads / 128];
+  int ctas, threads_of_cta, alive, alive_of_ctas[kMostCtas], alive_of_warps[kMostThreads / 32];
+  size_t shared_bytes;  // of a CTA
+  Meeting all, named[kMostCtas][16], warps[kMostThreads / 32], warpgroups[kMostThreads / 128];
+
+  int threads() const { return ctas * threads_of_cta; }
 };
-Cta cta;
+Cluster cluster;
 void* scheduler_stack;
 void (*run_kernel)(void** arguments);
 void** kernel_arguments;
@@ -66,7 +74,8 @@ emulator_switch:
   ret
 )");
 
-Fiber& this_fiber() { return cta.fibers[thread_index.x]; }
+Fiber& this_fiber() { return cluster.fibers[thread_of_cluster]; }
+unsigned rank_of_cta() { return thread_of_cluster / cluster.threads_of_cta; }
 
 void run_thread() {
   run_kernel(kernel_arguments);
@@ -76,28 +85,32 @@ void run_thread() {
 char* const stacks = static_cast<char*>(mmap(nullptr, kStackBytes* kMostThreads, PROT_READ | PROT_WRITE,
                                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
 
-void run_cta() {
+void run_cluster(Index first) {
+  const int threads = cluster.threads();
   std::memset(dynamic_shared, 0xff, sizeof dynamic_shared);  // NaN
-  races::begin_cta(cta.threads);
+  races::begin_cta(threads);
   launches::begin_cta();
-  cta.alive = cta.threads;
-  std::fill_n(cta.alive_of_warps, kMostThreads / 32, 32);
-  for (auto* meetings : {cta.named, cta.warps, cta.warpgroups}) {
-    const int count = meetings == cta.named ? 16 : meetings == cta.warps ? kMostThreads / 32 : kMostThreads / 128;
-    std::fill_n(meetings, count, Meeting());
-  }
-  for (int i = 0; i < cta.threads; ++i) {
+  cluster.alive = threads;
+  std::fill_n(cluster.alive_of_ctas, kMostCtas, cluster.threads_of_cta);
+  std::fill_n(cluster.alive_of_warps, kMostThreads / 32, 32);
+  cluster.all = Meeting();
+  std::fill_n(cluster.named[0], kMostCtas * 16, Meeting());
+  std::fill_n(cluster.warps, kMostThreads / 32, Meeting());
+  std::fill_n(cluster.warpgroups, kMostThreads / 128, Meeting());
+  for (int i = 0; i < threads; ++i) {
     // The switch pops six registers and the address of run_thread. The stack is then aligned as after a call.
     void** const top = reinterpret_cast<void**>(stacks + kStackBytes * (i + 1)) - 2;
     *top = reinterpret_cast<void*>(&run_thread);
-    cta.fibers[i] = {top - 6, false};
+    cluster.fibers[i] = {top - 6, false, 0};
   }
-  while (cta.alive > 0) {
+  while (cluster.alive > 0) {
     const uint64_t before = progress;
-    for (int i = 0; i < cta.threads; ++i) {
-      if (!cta.fibers[i].done) {
-        thread_index = {static_cast<unsigned>(i), 0, 0};
-        emulator_switch(&scheduler_stack, cta.fibers[i].stack);
+    for (int i = 0; i < threads; ++i) {
+      if (!cluster.fibers[i].done) {
+        thread_of_cluster = i;
+        thread_index = {static_cast<unsigned>(i % cluster.threads_of_cta), 0, 0};
+        block_index = {first.x + rank_of_cta(), first.y, first.z};
+        emulator_switch(&scheduler_stack, cluster.fibers[i].stack);
       }
     }
     if (progress == before) {
@@ -308,22 +321,47 @@ void exit_thread() {
       ++meeting.generation;
     }
   };
-  leave(cta.named[0], cta.alive);
-  leave(warp_meeting(), cta.alive_of_warps[thread_index.x / 32]);
+  leave(named_barrier(0), cluster.alive_of_ctas[rank_of_cta()]);
+  leave(warp_meeting(), cluster.alive_of_warps[thread_of_cluster / 32]);
+  leave(cluster.all, cluster.alive);
   yield();
   __builtin_unreachable();
 }
 
 void fail(const char* what) {
   std::fprintf(stderr, "emulator: %s (CTA %u, %u, %u, thread %u; %d threads of %d are left)\n", what, block_index.x,
-               block_index.y, block_index.z, thread_index.x, cta.alive, cta.threads);
+               block_index.y, block_index.z, thread_index.x, cluster.alive, cluster.threads());
   std::abort();
 }
 
-Meeting& named_barrier(int number) { return cta.named[number]; }
-Meeting& warp_meeting() { return cta.warps[thread_index.x / 32]; }
-int threads_alive() { return cta.alive; }
-int lanes_alive() { return cta.alive_of_warps[thread_index.x / 32]; }
+Meeting& named_barrier(int number) { return cluster.named[rank_of_cta()][number]; }
+Meeting& warp_meeting() { return cluster.warps[thread_of_cluster / 32]; }
+int threads_alive() { return cluster.alive_of_ctas[rank_of_cta()]; }
+int lanes_alive() { return cluster.alive_of_warps[thread_of_cluster / 32]; }
+
+char* own_shared() { return dynamic_shared + rank_of_cta() * cluster.shared_bytes; }
+char* in_cta_of_cluster(char* shared, int rank) {
+  if (rank < 0 || rank >= cluster.ctas) {
+    fail("shared memory of a CTA that the cluster does not have");
+  }
+  return shared + (rank - static_cast<int>(rank_of_cta())) * static_cast<ptrdiff_t>(cluster.shared_bytes);
+}
+void arrive_at_cluster() {
+  Meeting& all = cluster.all;
+  this_fiber().arrival = all.generation;
+  races::arrive(&all);
+  if (++all.arrived == cluster.alive) {
+    races::complete(&all, all.generation);
+    all.arrived = 0;
+    ++all.generation;
+    ++progress;
+  }
+}
+void wait_for_cluster() {
+  const unsigned arrival = this_fiber().arrival;
+  wait_for([=] { return cluster.all.generation != arrival; });
+  races::pass(&cluster.all, arrival);
+}
 
 void Mbarrier::end_phase() {
   if (pending == 0 && bytes == 0) {
@@ -507,13 +545,13 @@ void mma_16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool 
 
 void wgmma(const Wgmma& product) {
   static Wgmma all[kMostThreads];
-  const int warpgroup = static_cast<int>(thread_index.x / 128);
-  all[thread_index.x] = product;
+  const int warpgroup = static_cast<int>(thread_of_cluster / 128);
+  all[thread_of_cluster] = product;
   races::give_to_product(product.c, product.N / 2 * static_cast<int>(sizeof(float)), true);
   if (product.a != nullptr) {
     races::give_to_product(product.a, 4 * sizeof(uint32_t), false);
   }
-  meet(cta.warpgroups[warpgroup], 128, [&] { multiply(all + 128 * warpgroup); });
+  meet(cluster.warpgroups[warpgroup], 128, [&] { multiply(all + 128 * warpgroup); });
 }
 
 bool add_kernel(const char* name, launches::Kernel kernel, void (*run)(void** arguments)) {
@@ -574,18 +612,31 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
   emulator::run_kernel = instance.run;
   emulator::kernel_arguments = arguments;
   emulator::block_dim = {config->blockDim.x, 1, 1};
-  emulator::cta.threads = static_cast<int>(config->blockDim.x);
-  if (config->dynamicSmemBytes > sizeof emulator::dynamic_shared) {
+  auto& cluster = emulator::cluster;
+  cluster.threads_of_cta = static_cast<int>(config->blockDim.x);
+  cluster.ctas = 1;
+  bool overlaps = false;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) {
+      cluster.ctas = static_cast<int>(attribute.val.clusterDim.x);
+    }
+    overlaps |= attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization;
+  }
+  const dim3 grid = config->gridDim;
+  cluster.shared_bytes = (config->dynamicSmemBytes + 1023) / 1024 * 1024;
+  const bool fits = cluster.ctas <= emulator::kMostCtas && grid.x % cluster.ctas == 0 &&
+                    cluster.threads() <= emulator::kMostThreads &&
+                    cluster.ctas * cluster.shared_bytes <= sizeof emulator::dynamic_shared;
+  if (!fits) {
     return cudaErrorInvalidValue;
   }
-  emulator::launches::begin(instance.kernel, config->numAttrs > 0, arguments);
-  const dim3 grid = config->gridDim;
+  emulator::launches::begin(instance.kernel, overlaps, arguments);
   const auto start = std::chrono::steady_clock::now();
   for (unsigned z = 0; z < grid.z; ++z) {
     for (unsigned y = 0; y < grid.y; ++y) {
-      for (unsigned x = 0; x < grid.x; ++x) {
-        emulator::block_index = {x, y, z};
-        emulator::run_cta();
+      for (unsigned x = 0; x < grid.x; x += cluster.ctas) {
+        emulator::run_cluster({x, y, z});
       }
     }
   }

@@ -72,11 +72,11 @@ void begin_cta() {
   cta_has_triggered = false;
 }
 
-void wait() { now.has_waited = thread_has_waited[thread_index.x] = true; }
+void wait() { now.has_waited = thread_has_waited[thread_of_cluster] = true; }
 
 void trigger() {
   now.has_triggered = true;
-  now.has_triggered_behind_wait |= !cta_has_triggered && thread_has_waited[thread_index.x];
+  now.has_triggered_behind_wait |= !cta_has_triggered && thread_has_waited[thread_of_cluster];
   cta_has_triggered = true;
 }
 

@@ -104,7 +104,7 @@ struct Same {
 };
 std::vector<Same> written_at_once;
 
-int self() { return static_cast<int>(thread_index.x); }
+int self() { return static_cast<int>(thread_of_cluster); }
 
 std::string name_of(int clock) { return clock < threads ? "thread " + std::to_string(clock) : "an engine"; }
 

@@ -95,3 +95,93 @@ def gated_delta_net(
         raise
     states = (final_state, final_window) if output_final_state else (None, None)
     return y.view(z.shape), *states
+
+
+def decode_gated_delta_net(
+    mixed: torch.Tensor,
+    z: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    window_pool: torch.Tensor,
+    state_pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    *,
+    scale: float | None = None,
+    null_index: int = -1,
+    allow_neg_eigval: bool = False,
+    norm_eps: float = 1e-6,
+    norm_activation: Literal["silu", "sigmoid"] = "silu",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """gated_delta_net for a token of each sequence, on windows and states in pools, which it writes in place.
+
+        y = decode_gated_delta_net(
+            mixed, z, a, b, conv1d.weight, conv1d.bias, norm.weight, A_log, dt_bias, windows, states, state_indices
+        )
+
+    These are the functions
+
+        x = prefill_causal_conv1d(mixed, conv_weight, conv_bias, window_pool, state_indices)
+        o = decode_gated_delta_rule_packed(x, a, b, A_log, dt_bias, state_pool, state_indices)
+        y = gated_rms_norm(o, z, norm_weight)
+
+    with the l2norm and the activations inside, and x and o rounded as theirs. A sequence's bits do not depend on the
+    batch. On a GPU the call is one kernel if T is 1, W is 4, K is at most 128, V is a multiple of 8, a key head has at
+    most 2048 value channels, conv_weight, conv_bias and window_pool have the dtype of mixed, and the strides are those
+    that are named below. Otherwise the functions' kernels run.
+
+    A projection may have q, k, v and z by key heads, as that of Qwen3-Next. Pass its parts, without a copy:
+
+        qkvz, ba = in_proj_qkvz(x).unflatten(-1, (H_k, -1)), in_proj_ba(x).unflatten(-1, (H_k, -1))
+        mixed, z = qkvz.split([2 * K + group * V, group * V], -1)   # group = H_v / H_k
+        b, a = ba.split([group, group], -1)
+        y = decode_gated_delta_net(mixed, z.unflatten(-1, (group, V)), a, b, ...)
+
+    The function has no derivative. It increments the versions of both pools. torch.autocast casts mixed and z.
+
+    Args:
+        mixed: the projections to q, k and v before the convolution, [B, T, 2 H_k K + H_v V]: the heads of q, then of k,
+            then of v of each token. Or by key heads, [B, T, H_k, 2 K + H_v / H_k V]: q, k and the values of each.
+            bfloat16 or float16; on the CPU also float32 and float64. One kernel needs neighbouring channels.
+        z: the input of the norm's gate, [B, T, H_v, V] or [B, T, H_k, H_v / H_k, V], in the dtype of mixed. One kernel
+            needs the values of a key head next to each other, in the first form those of all heads.
+        a, b: the gate and beta before their activations, as those of gated_delta_net, [B, T, H_v] or [B, T, H_k,
+            H_v / H_k]. One kernel needs a last stride of 1.
+        conv_weight, conv_bias: [D, W] or [D, 1, W], and [D] or None, D = 2 H_k K + H_v V, as those of causal_conv1d:
+            the channels of q, of k and of v, also if mixed is by key heads.
+        norm_weight: [V], any floating dtype.
+        A_log, dt_bias: [H_v], any floating dtype.
+        window_pool: [slots, D, W - 1] or [slots, D, W], any strides, as state_pool of prefill_causal_conv1d. Written.
+        state_pool: [slots, H_v, V, K], as that of decode_gated_delta_rule. Written.
+        state_indices: slot of each sequence's window and state, [B], int32 or int64.
+        null_index: an index of at most this is no slot: y of the sequence is 0, and nothing is written.
+        scale, allow_neg_eigval: as those of gated_delta_net.
+        norm_eps, norm_activation: eps and activation of gated_rms_norm.
+        out: memory for y, [B, T, H_v, V], in the dtype of mixed, any strides.
+
+    Returns:
+        y: [B, T, H_v, V], in the dtype of mixed; `out` if that is given.
+
+    Raises:
+        RuntimeError: an argument has the wrong device, dtype or shape; or a pool or `out` overlaps itself or another
+            argument. On the CPU or with FLASH_QLA_CHECK=1 also: an index is out of range, or two sequences write one
+            slot. The message names the argument, what was expected and what came, and nothing has been written.
+            Unchecked, the GPU treats an index out of range as no slot, and the contents of a slot that is written twice
+            are undefined.
+        TypeError: a list, an array or a NestedTensor came where a tensor is expected.
+        NotImplementedError: a gradient is asked for.
+    """
+    try:
+        y = torch.ops.flash_qla.decode_gated_delta_net(
+            mixed, z, a, b, conv_weight, conv_bias, norm_weight, A_log, dt_bias, window_pool, state_pool, state_indices,
+            scale, null_index, allow_neg_eigval, norm_eps, norm_activation, out,
+        )  # fmt: skip
+    except Exception:
+        explain(decode_gated_delta_net, locals())
+        raise
+    return y if out is None else out

@@ -7,6 +7,7 @@ from build_tools.instance import Instance
 from kernels_tl import config
 from kernels_tl.config import is_wide
 from kernels_tl.convolution import tile as conv_tile
+from kernels_tl.decode import region_tile
 from kernels_tl.norm import tiles as norm
 
 DTYPES = ("bfloat16", "float16")
@@ -145,6 +146,15 @@ INSTANCES = [
         for types, state_dtypes in DECODE_TYPES
         for dtype, state_bytes in (state_dtypes | FLOAT8).items()
         for path in decode_paths(**types, state_dtype=dtype)
+    ),
+    *(
+        Instance(
+            "decode.decode_region",
+            types | {"state_dtype": dtype},
+            facts=region_tile.facts(state_bytes),
+        )
+        for types in NARROW_TYPES
+        for dtype, state_bytes in (STATE_DTYPES | FLOAT8).items()
     ),
     *(
         Instance(

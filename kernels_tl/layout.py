@@ -61,6 +61,9 @@ DECODE_TILE = 128  # most value rows per CTA if tokens are processed together
 DECODE_LANES = 8  # path `blocks`: lanes that share a value row
 DECODE_LANE_ROWS = 2  # path `blocks`: value rows per lane
 
+# decode_region: most value rows of a key head, and of a CTA; most CTAs of a cluster
+REGION_VALUES, REGION_ROWS, REGION_CTAS = 2048, 512, 8
+
 # decode_buffered; MMA: if tokens and states have one dtype of 16 bits.
 DECODE_BACKLOG = 32  # most steps of a replay buffer, one per lane
 DECODE_PART_ROWS_MMA = 16  # value rows of a part of a CTA

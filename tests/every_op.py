@@ -23,7 +23,7 @@ NAMES = sorted(
     if re.match(r"flash_qla::[^_.][^.]*(?<!_replay)(?<!_finish)$", name)
 )
 CONVOLUTIONS = [name for name in NAMES if "causal_conv1d" in name]
-REGIONS = ["gated_delta_net", "gated_delta_net_bwd"]
+REGIONS = [name for name in NAMES if "gated_delta_net" in name]
 WITH_POOL = [name for name in NAMES if "state_pool" in str(getattr(torch.ops.flash_qla, name).default._schema)]
 LENGTHS = (70, 64, 0, 133)
 DECODED = (2, 1, 0, 3)
@@ -35,7 +35,7 @@ BY_TOKEN |= {"x", "y", "dx", "dy", "z", "dz", "o", "g_cumsum", "dq", "dk", "dv",
 BY_SEQUENCE = {"initial_state", "dht", "final_state", "dh0", "intermediate_states"}
 BY_SEQUENCE |= {"initial_window", "final_window", "dwindow", "dwindow0"}
 BY_NUMBER = {"state_indices", "write_pos", "force_flush"}  # a number for each sequence
-OF_SLOTS = {"state_pool", "d_cache", "k_cache", "g_cache"}
+OF_SLOTS = {"state_pool", "window_pool", "d_cache", "k_cache", "g_cache"}
 OF_ALL = {"A_log", "dt_bias", "dA_log", "ddt_bias", "weight", "bias", "dweight", "dbias"}
 OF_ALL |= {f"{d}{x}" for x in ("conv_weight", "conv_bias", "norm_weight") for d in ("", "d")}
 
@@ -177,7 +177,9 @@ def make_call(
         known |= convolution_arguments(known["cu_seqlens"], seed, dtype, state_dtype)
     N, generator = len(lengths), torch.Generator().manual_seed(seed + 1)
     if name in REGIONS:
-        windows = convolution_arguments(known["cu_seqlens"], seed, dtype, state_dtype, known["mixed_qkv"].shape[2])
+        offsets = torch.arange(N + 1, device=device) if known.get("cu_seqlens") is None else known["cu_seqlens"]
+        windows = convolution_arguments(offsets, seed, dtype, state_dtype, known["mixed_qkv"].shape[2])
+        known["window_pool"] = windows["window_pool"].to(dtype)
         renamed = {"weight": "conv_weight", "bias": "conv_bias", "initial_state": "initial_window", "dht": "dwindow"}
         known |= {renamed[x]: value for x, value in windows.items() if x in renamed}
         rates = torch.randn(2, case.H_v, generator=generator).to(device)
@@ -190,7 +192,7 @@ def make_call(
 
     if "state_pool" in schema:
         known |= {
-            "state_pool": known.get("window_pool", states(SLOTS)),
+            "state_pool": known["window_pool"] if name in CONVOLUTIONS else states(SLOTS),
             "state_indices": torch.tensor((7, 0, 3, 5)[:N]).to(device),
         }
     if name.startswith("prefill"):

@@ -24,6 +24,7 @@ common = importlib.import_module("common")
 backward = importlib.import_module("backward")
 context_parallelism = importlib.import_module("context_parallelism")
 decode = importlib.import_module("decode")
+decode_region = importlib.import_module("decode_region")
 dispatch = importlib.import_module("dispatch")
 forward = importlib.import_module("forward")
 generation = importlib.import_module("generation")
@@ -192,6 +193,21 @@ def test_ways_of_the_prefill(on_cpu):
     first = calls([300, 70])["op"]()
     for way in ways[1:]:
         torch.testing.assert_close(calls([300, 70])[way](), first)
+
+
+def test_decode_region(on_cpu, capsys):
+    """All functions, which agree on a token: those of one kernel and of the parts."""
+    case = decode_region.Case(2, 4, batch=2, head_dims=(16, 8))
+    calls = decode_region.flash_qla_calls(case)
+    pools = [x.clone() for x in (case.windows, case.states)]
+    y = calls["region"]()
+    for x, before in zip((case.windows, case.states), pools, strict=True):
+        x.copy_(before)
+    torch.testing.assert_close(calls["parts"](), y, rtol=0, atol=0)
+    cells = list(decode_region.measure("flash_qla", options(heads="2x4", batches="1,2")))
+    assert [cell["function"] for cell in cells] == ["region", "parts", "rule"] * 2
+    decode_region.report(cells)
+    assert capsys.readouterr().out.count("% of the floor") == 6
 
 
 def test_region(on_cpu, capsys):

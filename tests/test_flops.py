@@ -59,7 +59,7 @@ def test_every_op(name):
         return
     if name in REGIONS:
         D, W = call.arguments["conv_weight"].shape
-        flop = backward_flop if name.endswith("_bwd") else forward_flop
+        flop = backward_flop if name.endswith("_bwd") else decode_flop if name.startswith("decode") else forward_flop
         of_convolution = tokens * D * W * (4 if name.endswith("_bwd") else 2)
         assert counted(call) == tokens * 2 * flop(64, 96) + of_convolution
         return

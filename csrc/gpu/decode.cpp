@@ -8,6 +8,7 @@
 #include "chunks.h"
 #include "contents.h"
 #include "gpu/arguments.h"
+#include "gpu/decode.h"
 #include "gpu/head_dims.h"
 #include "gpu/runtime/device.h"
 #include "gpu/runtime/stream.h"
@@ -20,8 +21,6 @@ namespace flash_qla {
 
 namespace {
 
-constexpr int64_t kMostSequences = 65535;
-
 // Elements from one token's gates to the next's. The kernel takes the dimensions of batch and token as one.
 int64_t token_stride(const Tensor& gates) { return gates.size(1) == 1 ? gates.stride(0) : gates.stride(1); }
 
@@ -32,8 +31,10 @@ void make_readable_gates(const char* op, Tensor& tensor) {
   }
 }
 
+}  // namespace
+
 // Checks all but the contents.
-void check_shapes(const DecodeCall& call) {
+void check_decode_on_gpu(const DecodeCall& call) {
   check_supported_on_gpu(call, call.q);
   check(call.N <= kMostSequences, call.op, "q has ", call.N, " sequences, expected at most ", kMostSequences,
         " on a GPU");
@@ -50,15 +51,17 @@ void check_shapes(const DecodeCall& call) {
   }
 }
 
+namespace {
+
 void check_supported(const DecodeCall& call) {
-  check_shapes(call);
+  check_decode_on_gpu(call);
   if (contents_are_checked()) {
     check_decode_tables(call);
   }
 }
 
 void check_supported(const BufferedDecodeCall& call) {
-  check_shapes(call);
+  check_decode_on_gpu(call);
   check(!has_wide_keys(call.K), call.op, "q has head dimension K = ", call.K, ", expected at most 128 on a GPU");
   check_slots_on_gpu(call.op, "d_cache", call.d_cache);
   check_slots_on_gpu(call.op, "k_cache", call.k_cache);
@@ -115,13 +118,6 @@ kernels::DecodeParams instance_of(const DecodeCall& call) {
 struct Shares {
   int64_t groups, whole, places;
 };
-
-// The number of places that prefetch their states into L2. A place has `ctas` CTAs. These are the CTAs that the SMs
-// take first, so they may begin before the preceding grid has ended. 0 if the call has more than `waves` waves, because
-// such calls take 2 % more time with the prefetch (benchmarks/notes/decoding.md).
-int64_t first_places(int64_t places, int64_t ctas, int64_t waves, int64_t at_a_time) {
-  return places * ctas <= waves * at_a_time ? ceil_div(at_a_time, ctas) : 0;
-}
 
 // The grid of a call on its instance.
 class Grid {

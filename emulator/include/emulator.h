@@ -1,6 +1,7 @@
-// Runs kernels on a CPU. A CTA's threads are fibers of one thread. A fiber yields whenever it waits for another. CTAs
-// run one after the other, in the order of their numbers. Asynchronous instructions are done when they are issued. This
-// tests indices, layouts, counts of barriers and arithmetic; races.cpp tests fences and races.
+// Runs kernels on a CPU. The threads of a cluster are fibers of one thread. A fiber yields whenever it waits for
+// another. Clusters, of one CTA for most kernels, run one after the other, in the order of their numbers. Asynchronous
+// instructions are done when they are issued. This tests indices, layouts, counts of barriers and arithmetic; races.cpp
+// tests fences and races.
 #pragma once
 
 #include <cuda.h>
@@ -25,6 +26,7 @@ struct Index {
   unsigned x, y, z;
 };
 extern Index thread_index, block_index, block_dim;
+extern unsigned thread_of_cluster;  // counted over its CTAs
 
 // Counts the waits that have ended. If the count stays while each thread runs once, all threads wait: a deadlock.
 extern uint64_t progress;
@@ -81,6 +83,13 @@ inline void synchronize(Meeting& meeting, int threads) {
   synchronize(meeting, threads, [] {});
 }
 int lanes_alive();  // of the warp
+
+// Clusters. Their CTAs run together; a cluster has its CTAs' shared memory one after the other.
+char* own_shared();
+char* in_cta_of_cluster(char* shared, int rank);
+void arrive_at_cluster();
+void wait_for_cluster();
+
 inline void sync_warp() { meet(warp_meeting(), lanes_alive()); }
 
 inline int lane() { return thread_index.x % 32; }
@@ -93,7 +102,7 @@ auto with_warp(T mine, F f) {
   };
   static Shown shown;
   static_assert(sizeof(T) <= sizeof shown.of_warps[0][0] && std::is_trivially_copyable_v<T>);
-  auto& slots = shown.of_warps[thread_index.x / 32];
+  auto& slots = shown.of_warps[thread_of_cluster / 32];
   std::memcpy(slots[lane()], &mine, sizeof(T));
   sync_warp();
   T all[32];

@@ -103,6 +103,12 @@ def _of_packed_decoding(*args, out_shape=None, **kwargs):
     return math.prod(call.mixed_qkv[:-1]) * H_v * decode_flop(*state)
 
 
+def _of_decoding_region(*args, out_shape=None, **kwargs):
+    call = schemas.call_of(schemas.region_decode)(*args, **kwargs)
+    V, K = call.state_pool[2:]
+    return math.prod(call.z) // V * decode_flop(K, V) + math.prod(call.mixed) * call.conv_weight[-1] * 2
+
+
 def _nothing(*args, out_shape=None, **kwargs):
     return 0
 
@@ -126,6 +132,7 @@ def _register(flop_counter):
         flop_counter.register_flop_formula(op.overloadpacket)(_of_convolution(op, per_tap))
     for op, flop, per_tap in ((schemas.region, forward_flop, 2), (schemas.region_backward, backward_flop, 4)):
         flop_counter.register_flop_formula(op.overloadpacket)(_of_region(op, flop, per_tap))
+    flop_counter.register_flop_formula(schemas.region_decode.overloadpacket)(_of_decoding_region)
     without_products = (schemas.norm, schemas.norm_backward)
     for op in (schemas.forward_begin, schemas.backward_begin, schemas.backward_replay, *without_products):
         flop_counter.register_flop_formula(op.overloadpacket)(_nothing)

@@ -1,7 +1,9 @@
 """Fakes of the region's ops, from those of its parts (see fakes.py)."""
 
+import math
+
 from flash_qla.ops import schemas
-from flash_qla.ops.convolution_fakes import _fake_convolution, _fake_convolution_backward
+from flash_qla.ops.convolution_fakes import _fake_convolution, _fake_convolution_backward, _fake_convolution_prefill
 from flash_qla.ops.fakes import (
     _check,
     _check_device,
@@ -10,6 +12,7 @@ from flash_qla.ops.fakes import (
     _check_rank,
     _check_shape,
     _fake_backward_packed,
+    _fake_decode,
     _fake_forward_packed,
     _fake_norm,
     _fake_norm_backward,
@@ -77,3 +80,48 @@ def _fake_region_backward(call):
     dmixed, dconv_weight, dconv_bias, dwindow0 = _fake_convolution_backward(of_convolution)
     dh0, dA_log, ddt_bias = sums
     return (dmixed, dz, da, db, dconv_weight, dconv_bias, dnorm_weight, dA_log, ddt_bias, dh0, dwindow0)
+
+
+@_fake_of(schemas.region_decode)
+def _fake_region_decode(call):
+    """Checks stand-ins of the parts' tensors, as DecodeRegion of csrc/decode_region.cpp does."""
+    mixed, pool = call.mixed, call.state_pool
+    _check_device(call, "state_pool", "mixed")
+    _check_rank(call, "state_pool", 4, "[slots, H_v, V, K]")
+    symbols = "[B, T, 2 H_k K + H_v V] or [B, T, H_k, 2 K + H_v / H_k V]"
+    _check(call, mixed.dim() in (3, 4), lambda: f"mixed has {mixed.dim()} dimensions, expected 3 or 4 ({symbols})")
+    B, T, *channels = mixed.shape
+    H_v, V, K = pool.shape[1:]
+    D = math.prod(channels)
+    H_k = (D - H_v * V) // (2 * K) if K else 0
+    fits = H_k >= 1 and 2 * H_k * K + H_v * V == D and channels in ([D], [H_k, D // H_k])
+    _check(
+        call,
+        fits,
+        lambda: f"mixed has {D} channels, expected 2 H_k K + H_v V, of state_pool K = {K} and H_v V = {H_v * V}",
+    )
+    _check(
+        call,
+        H_v % H_k == 0,
+        lambda: f"mixed has {H_k} key heads, expected a divisor of the state_pool's H_v = {H_v}",
+    )
+    for name, values in (("z", (V,)), ("a", ()), ("b", ())):
+        heads = (H_k, H_v // H_k) if getattr(call, name).dim() == 4 + len(values) else (H_v,)
+        symbols = ["B", "T", *(("H_k", "H_v / H_k") if len(heads) == 2 else ("H_v",)), *("V" for _ in values)]
+        _check_device(call, name, "mixed")
+        _check_shape(call, name, (B, T, *heads, *values), f"[{', '.join(symbols)}]")
+        _check_floating(call, name)
+    _check_dtype(call, "z", (mixed.dtype,), f"{str(mixed.dtype).removeprefix('torch.')}, the dtype of mixed")
+    windows = {"x": mixed.new_empty(B, T, D), "weight": call.conv_weight, "bias": call.conv_bias}
+    windows |= {"state_pool": call.window_pool, "use_silu": True}
+    _fake_convolution_prefill(_part_of_region(schemas.convolution_prefill, call, **windows))
+    _check(
+        call,
+        call.window_pool.shape[0] == pool.shape[0],
+        lambda: f"window_pool has {call.window_pool.shape[0]} slots, expected {pool.shape[0]}, those of state_pool",
+    )
+    q, v, gates = mixed.new_empty(B, T, H_k, K), mixed.new_empty(B, T, H_v, V), mixed.new_empty(B, T, H_v)
+    y = _fake_decode(_part_of_region(schemas.decode, call, q=q, k=q, v=v, a=gates, b=gates))
+    norm = {"weight": call.norm_weight, "eps": call.norm_eps, "activation": call.norm_activation}
+    _fake_norm(_part_of_region(schemas.norm, call, o=v, z=v, **norm))
+    return y

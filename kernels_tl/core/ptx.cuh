@@ -261,6 +261,38 @@ __device__ __forceinline__ int load_acquire(const int* from) {
 __device__ __forceinline__ void store_release(int* to, int x) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
+// A barrier of all threads of the cluster. It does not order writes, which would wait for those to global memory.
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+// A barrier in shared memory that is over when the bytes that it expects have been sent. One thread makes it; the
+// others of the cluster see it behind the cluster's barrier.
+__device__ __forceinline__ void expect_sent(uint64_t* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
+      "fence.mbarrier_init.release.cluster;\n\t"
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+// Sends a float to shared memory of CTA `rank` of the cluster, and its 4 bytes to the barrier there. Both addresses are
+// those in this CTA.
+__device__ __forceinline__ void send(float* to, float x, uint64_t* barrier, int rank) {
+  asm volatile(
+      "{\n\t.reg .b32 to, barrier;\n\t"
+      "mapa.shared::cluster.u32 to, %0, %3;\n\tmapa.shared::cluster.u32 barrier, %2, %3;\n\t"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %1, [barrier];\n\t}" ::"r"(shared_address(to)),
+      "r"(__float_as_uint(x)), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
+}
+__device__ __forceinline__ void wait_for_sent(uint64_t* barrier) {
+  asm volatile(
+      "{\n\t.reg .pred over;\n\tagain:\n\t"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], 0;\n\t"
+      "@!over bra again;\n\t}" ::"r"(shared_address(barrier))
+      : "memory");
+}
 // Orders accesses by instructions with accesses by TMA.
 __device__ __forceinline__ void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 

@@ -32,6 +32,8 @@ struct Table {
   }
 };
 
+__device__ __forceinline__ Table no_table() { return {nullptr, TableKind::kNone, 0, 0}; }
+
 // index if null_index < index and 0 <= index < slots, else kNoState.
 __device__ __forceinline__ int64_t checked_slot(int64_t index, int64_t null_index, int64_t slots) {
   return index > null_index && index >= 0 && index < slots ? index : kNoState;

@@ -8,8 +8,6 @@ namespace flash_qla::device {
 
 static_assert(kDecodeBacklog == kWarp);  // each lane has one step of the replay buffer
 
-__device__ __forceinline__ Table no_table() { return Table(nullptr, TableKind::kNone, 1, 1); }
-
 // Entry `row` of a table of one column, read from L2. The loads of several entries can be in flight together, whereas
 // Table::fresh waits for each load.
 class Entry {

@@ -54,16 +54,19 @@ struct LaneToken {
 template <typename Element, typename L>
 class RawToken {
  public:
-  __device__ __forceinline__ void load(const DecodeTokens& tokens, int64_t at, int key_dim) {
+  __device__ __forceinline__ void load_keys(const DecodeTokens& tokens, int64_t at, int key_dim) {
     load_pieces<0>(tokens, at, key_dim);
+  }
+  __device__ __forceinline__ void load(const DecodeTokens& tokens, int64_t at, int key_dim) {
+    load_keys(tokens, at, key_dim);
     const int head = as_of_lane(tokens.head);
     a_ = load_bits(tokens.a, tokens.activations, Activation::kG, at * tokens.a_stride + head);
     b_ = load_bits(tokens.b, tokens.activations, Activation::kBeta, at * tokens.b_stride + head);
     gate_ = load_gate_bits(tokens.A_log, tokens.dt_bias, tokens.activations, head);
   }
 
-  __device__ __forceinline__ LaneToken<L::kChannels> prepare(const DecodeTokens& tokens) const {
-    LaneToken<L::kChannels> token;
+  // Sets all of a token but its gates.
+  __device__ __forceinline__ void prepare_keys(LaneToken<L::kChannels>& token, const DecodeTokens& tokens) const {
     unpack_channels(token.q, q_, tokens.dtype);
     unpack_channels(token.k, k_, tokens.dtype);
     float q_factor = tokens.scale, k_factor = 1.f;
@@ -78,6 +81,10 @@ class RawToken {
       token.q[i] *= q_factor;
       token.k[i] *= k_factor;
     }
+  }
+  __device__ __forceinline__ LaneToken<L::kChannels> prepare(const DecodeTokens& tokens) const {
+    LaneToken<L::kChannels> token;
+    prepare_keys(token, tokens);
     const int activations = tokens.activations;
     token.decay = expf(log_decay(from_bits(a_, activations, Activation::kG), gate_, activations));
     token.beta = step_size(from_bits(b_, activations, Activation::kBeta), activations);

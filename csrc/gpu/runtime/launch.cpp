@@ -191,17 +191,24 @@ void launch(const LaunchConfig& config, void** arguments, cudaStream_t stream) {
   check_grid(config);
   const void* function = prepare(config);
 
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  std::array<cudaLaunchAttribute, 2> attributes;
+  unsigned count = 0;
+  if (config.overlaps_predecessor) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (config.is_cluster) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {.x = static_cast<unsigned>(config.grid[0]), .y = 1, .z = 1};
+  }
 
   cudaLaunchConfig_t launch_config = {};
   launch_config.gridDim = dim3(config.grid[0], config.grid[1], config.grid[2]);
   launch_config.blockDim = dim3(config.block[0], config.block[1], config.block[2]);
   launch_config.dynamicSmemBytes = config.shared_bytes;
   launch_config.stream = stream;
-  launch_config.attrs = &overlap;
-  launch_config.numAttrs = config.overlaps_predecessor ? 1 : 0;
+  launch_config.attrs = attributes.data();
+  launch_config.numAttrs = count;
   check(config, cudaLaunchKernelExC(&launch_config, function, arguments), "launch");
 }
 

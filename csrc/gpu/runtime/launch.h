@@ -27,6 +27,8 @@ struct LaunchConfig {
   int shared_bytes;  // dynamic
   // Programmatic dependent launch: the kernel itself waits for its predecessor.
   bool overlaps_predecessor = false;
+  // The CTAs along x are a cluster: at most 8, a power of two.
+  bool is_cluster = false;
 
   bool is_empty() const { return grid[0] == 0 || grid[1] == 0 || grid[2] == 0; }
 };

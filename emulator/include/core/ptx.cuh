@@ -112,6 +112,24 @@ inline void wait_until_stored() { tl::tma_store_wait<0, true>(); }
 
 inline int load_acquire(const int* from) { return *from; }
 inline void store_release(int* to, int x) { *to = x; }
+inline void arrive_at_cluster() { emulator::arrive_at_cluster(); }
+inline void wait_for_cluster() { emulator::wait_for_cluster(); }
+inline void expect_sent(uint64_t* barrier, int bytes) {
+  emulator::Mbarrier& here = emulator::mbarrier(*barrier);
+  here.init(1);
+  here.expect(bytes);
+  here.arrive();
+}
+inline void send(float* to, float x, uint64_t* barrier, int rank) {
+  const auto there = [=](auto* address) {
+    return reinterpret_cast<decltype(address)>(emulator::in_cta_of_cluster(reinterpret_cast<char*>(address), rank));
+  };
+  emulator::Mbarrier& sent = emulator::mbarrier(*there(barrier));
+  *there(to) = x;
+  emulator::races::load(&sent, there(to), sizeof x);
+  sent.complete(sizeof x);
+}
+inline void wait_for_sent(uint64_t* barrier) { emulator::mbarrier(*barrier).wait(0); }
 inline void fence_proxies() { tl::fence_proxy_async(); }
 
 }  // namespace flash_qla::device

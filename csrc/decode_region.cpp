@@ -1,0 +1,162 @@
+#include "decode_region.h"
+
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "checks.h"
+#include "contents.h"
+#include "output.h"
+#include "tensors.h"
+
+namespace flash_qla {
+
+namespace {
+
+constexpr ConvolutionNames kNames = {
+    .x = "mixed", .weight = "conv_weight", .bias = "conv_bias", .state = "window_pool"};
+
+// A stand-in for a tensor of this shape, of the same dtype and device: all of its elements are the first one of `like`.
+Tensor shaped(const Tensor& like, std::initializer_list<int64_t> shape) {
+  const std::vector<int64_t> strides(shape.size(), 0);
+  return view(like, shape, strides);
+}
+
+// A tensor of groups of heads, [B, T, H_k, group, ..], with the heads in one dimension; the tensor itself if it has
+// `rank` dimensions.
+Tensor with_heads(const char* op, const Tensor& x, int64_t rank) {
+  if (x.dim() == rank) {
+    return x;
+  }
+  Tensor contiguous = x;
+  make_contiguous(op, contiguous, x.scalar_type());
+  std::vector<int64_t> shape(contiguous.sizes().begin(), contiguous.sizes().end());
+  shape[2] *= shape[3];
+  shape.erase(shape.begin() + 3);
+  std::vector<int64_t> strides(contiguous.strides().begin(), contiguous.strides().end());
+  strides.erase(strides.begin() + 2);
+  return view(contiguous, shape, strides);
+}
+
+struct Sizes {
+  int64_t B, T, H_k, H_v, K, V;
+};
+
+// Reads the sizes of mixed and state_pool.
+Sizes read_sizes(const char* op, const Tensor& mixed, const Tensor& state_pool) {
+  check_defined(op, kNames.x, mixed);
+  check_device(op, "state_pool", state_pool, mixed, kNames.x);
+  check_rank(op, "state_pool", state_pool, 4, "[slots, H_v, V, K]");
+  const int64_t rank = mixed.dim(), H_v = state_pool.size(1), V = state_pool.size(2), K = state_pool.size(3);
+  check(rank == 3 || rank == 4, op, "mixed has ", rank,
+        " dimensions, expected 3 or 4 ([B, T, 2 H_k K + H_v V] or [B, T, H_k, 2 K + H_v / H_k V])");
+  const int64_t channels = rank == 3 ? mixed.size(2) : mixed.size(2) * mixed.size(3), keys = channels - H_v * V;
+  check(K > 0 && keys > 0 && keys % (2 * K) == 0 && (rank == 3 || keys == 2 * K * mixed.size(2)), op, "mixed has ",
+        channels, " channels, expected 2 H_k K + H_v V, of state_pool K = ", K, " and H_v V = ", H_v * V);
+  const int64_t H_k = keys / (2 * K);
+  check(H_v % H_k == 0, op, "mixed has ", H_k, " key heads, expected a divisor of the state_pool's H_v = ", H_v);
+  return {.B = mixed.size(0), .T = mixed.size(1), .H_k = H_k, .H_v = H_v, .K = K, .V = V};
+}
+
+}  // namespace
+
+DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, WindowArguments windows, DecodeArguments rule)
+    : op_(op), arguments_(std::move(arguments)) {
+  const RegionArguments& r = arguments_;
+  const auto [B, T, H_k, H_v, K, V] = read_sizes(op, r.mixed, rule.state_pool);
+  const int64_t group = H_v / H_k;
+  const auto check_tokens = [&](const char* name, const Tensor& x, bool of_values) {
+    check_device(op, name, x, r.mixed, kNames.x);
+    if (x.dim() == (of_values ? 5 : 4)) {
+      of_values ? check_shape(op, name, x, {B, T, H_k, group, V}, "[B, T, H_k, H_v / H_k, V]")
+                : check_shape(op, name, x, {B, T, H_k, group}, "[B, T, H_k, H_v / H_k]");
+    } else {
+      of_values ? check_shape(op, name, x, {B, T, H_v, V}, "[B, T, H_v, V]")
+                : check_shape(op, name, x, {B, T, H_v}, "[B, T, H_v]");
+    }
+  };
+  check_tokens("z", r.z, true);
+  check_same_dtype(op, "z", r.z, r.mixed, kNames.x);
+  for (const auto& [name, tensor] : {std::pair{"a", &r.a}, std::pair{"b", &r.b}}) {
+    check_tokens(name, *tensor, false);
+    check_floating(op, name, *tensor);
+  }
+
+  PoolArguments pool;
+  pool.state_pool = std::move(windows.window_pool);
+  pool.state_indices = *rule.state_indices;
+  pool.null_index = rule.null_index;
+  convolution_ = make_convolution_on_pool(op,
+                                          {.x = shaped(r.mixed, {B, T, 2 * H_k * K + H_v * V}),
+                                           .weight = r.conv_weight,
+                                           .bias = r.conv_bias,
+                                           .initial_state = std::nullopt,
+                                           .cu_seqlens = std::nullopt,
+                                           .dht = std::nullopt},
+                                          std::move(pool), kNames);
+  check(convolution_.initial_state->size(0) == rule.state_pool.size(0), op, "window_pool has ",
+        convolution_.initial_state->size(0), " slots, expected ", rule.state_pool.size(0), ", those of state_pool");
+  rule.q = rule.k = shaped(r.mixed, {B, T, H_k, K});
+  rule.v = shaped(r.mixed, {B, T, H_v, V});
+  const auto of_gates = [&](const Tensor& x) {
+    return x.dim() == 4 && !contents_are_checked() ? shaped(x, {B, T, H_v}) : with_heads(op, x, 3);
+  };
+  rule.a = of_gates(r.a);
+  rule.b = of_gates(r.b);
+  rule_ = make_decode_call(op, std::move(rule));
+  make_norm_call(
+      op, {.o = rule_.v, .z = rule_.v, .weight = r.norm_weight, .eps = r.norm_eps, .activation = r.norm_activation},
+      /*is_backward=*/false, "norm_weight");
+}
+
+Tensor DecodeRegion::packed_mixed() const {
+  const Tensor& mixed = arguments_.mixed;
+  if (mixed.dim() == 3) {
+    return mixed;
+  }
+  const DecodeCall& c = rule_;
+  Tensor packed = new_empty(op_, mixed, convolution_.x.sizes(), mixed.scalar_type());
+  const int64_t D = packed.size(2), values = c.group() * c.V, channel = mixed.stride(3);
+  const auto copy_part = [&](int64_t from, int64_t to, int64_t channels) {
+    const std::array shape = {c.B, c.T, c.H_k, channels};
+    Tensor part = view(packed, shape, {c.T * D, D, channels, 1}, to);
+    copy(part, view(mixed, shape, {mixed.stride(0), mixed.stride(1), mixed.stride(2), channel}, from * channel));
+  };
+  copy_part(0, 0, c.K);
+  copy_part(c.K, c.H_k * c.K, c.K);
+  copy_part(2 * c.K, 2 * c.H_k * c.K, values);
+  return packed;
+}
+
+DecodeCall DecodeRegion::rule_on(const Tensor& x) const {
+  DecodeCall rule = rule_;
+  const TokenParts parts = split_tokens(x, rule.H_k, rule.K, rule.H_v, rule.V);
+  rule.q = parts.q;
+  rule.k = parts.k;
+  rule.v = parts.v;
+  rule.a = with_heads(op_, arguments_.a, 3);
+  rule.b = with_heads(op_, arguments_.b, 3);
+  rule.out.reset();
+  return rule;
+}
+
+Tensor DecodeRegion::as_returned(Tensor y) const {
+  if (!rule_.out) {
+    return y;
+  }
+  Tensor memory = memory_of(*rule_.out);
+  copy(memory, y);
+  return new_empty(op_, y, {0}, rule_.dtype);
+}
+
+NormCall DecodeRegion::norm_of(Tensor o) const {
+  return make_norm_call(op_,
+                        {.o = std::move(o),
+                         .z = with_heads(op_, arguments_.z, 4),
+                         .weight = arguments_.norm_weight,
+                         .eps = arguments_.norm_eps,
+                         .activation = arguments_.norm_activation},
+                        /*is_backward=*/false, "norm_weight");
+}
+
+}  // namespace flash_qla
