@@ -556,7 +556,9 @@ void causal_conv1d_bwd(const Stack<kCausalConv1dBwd>& stack) {
 
 constexpr char kPrefillCausalConv1d[] =
     "prefill_causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state_pool, Tensor state_indices, "
-    "bool use_silu=True, Tensor? cu_seqlens=None, Tensor? has_initial_state=None, int null_index=-1) "
+    "bool use_silu=True, Tensor? cu_seqlens=None, Tensor? has_initial_state=None, int null_index=-1, "
+    "Tensor? initial_state_indices=None, int checkpoint_every=0, Tensor? checkpoint_indices=None, "
+    "Tensor(b!)? checkpoints=None) "
     "-> Tensor y";
 
 template <auto Convolve>

@@ -50,7 +50,7 @@ def test_which_ops_write():
     written = {name: names for name, names in WRITES.items() if names}
     assert written == {
         "prefill_gated_delta_rule": ["state_pool", "checkpoints", "out", "h"],
-        "prefill_causal_conv1d": ["state_pool"],
+        "prefill_causal_conv1d": ["state_pool", "checkpoints"],
         "decode_gated_delta_rule": ["state_pool", "intermediate_states", "out"],
         "decode_gated_delta_rule_packed": ["state_pool", "intermediate_states", "out"],
         "decode_gated_delta_rule_buffered": ["state_pool", "d_cache", "k_cache", "g_cache", "out"],
