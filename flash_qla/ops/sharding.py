@@ -48,6 +48,7 @@ _DIMENSIONS = {
     **dict.fromkeys(("conv_weight", "conv_bias", "norm_weight"), _OF_HEADS),
     **dict.fromkeys(("dconv_weight", "dconv_bias", "dnorm_weight"), _OF_HEADS),
     **dict.fromkeys(("state_pool", "checkpoints", "d_cache", "k_cache", "g_cache"), (None, 1)),
+    **dict.fromkeys(("window_pool", "window_checkpoints"), (None, 1)),
     "intermediate_states": (None, 2),
     **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state", "checkpoint_indices"), _TABLE),
     **dict.fromkeys(("write_pos", "force_flush"), _TABLE),
@@ -204,7 +205,7 @@ def _register_all(tensor):
         *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
         *(schemas.convolution, schemas.convolution_backward, schemas.convolution_prefill),
         *(schemas.norm, schemas.norm_backward),
-        *(schemas.region, schemas.region_backward),
+        *(schemas.region, schemas.region_backward, schemas.region_prefill),
     )
     try:
         for op in ops:
