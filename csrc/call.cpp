@@ -188,12 +188,13 @@ void split(const char* op, Arguments& arguments, const PackedTokens& packed) {
   arguments.v = std::move(parts.v);
 }
 
-void check_call(const char* op, const Arguments& arguments) {
-  Call call{arguments, {.op = op}};
+Call check_call(const char* op, Arguments arguments) {
+  Call call{std::move(arguments), {.op = op}};
   check_arguments(call);
   if (call.q.is_cuda()) {
     check_supported_on_gpu(call, call.q);
   }
+  return call;
 }
 
 Call make_record(const char* op, Arguments arguments) {

@@ -97,8 +97,8 @@ struct BackwardCall : Call, GradientArguments {};
 // Throws std::runtime_error unless the call can run. The text names the argument, what was expected and what came. The
 // checks precede every allocation and read no data, except under FLASH_QLA_CHECK=1 (contents.h).
 Call make_call(const char* op, Arguments arguments);
-// Only the checks of make_call that read sizes, dtypes and devices.
-void check_call(const char* op, const Arguments& arguments);
+// Only the checks of make_call that read sizes, dtypes and devices. The record is not canonical.
+Call check_call(const char* op, Arguments arguments);
 // make_call for a part of another call: of the contents it checks only cu_seqlens.
 Call make_record(const char* op, Arguments arguments);
 BackwardCall make_backward_call(const char* op, BackwardArguments arguments);

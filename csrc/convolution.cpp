@@ -85,6 +85,8 @@ void check_windows(Convolution& call, const char* name, const Tensor& windows, i
   call.state_dtype = windows.scalar_type();
 }
 
+int64_t rows_of(const Tensor& tensor) { return tensor.dim() > 0 ? tensor.size(0) : 0; }
+
 }  // namespace
 
 Convolution make_convolution(const char* op, ConvolutionArguments arguments, const ConvolutionNames& names) {
@@ -112,18 +114,16 @@ Convolution make_convolution_backward(const char* op, ConvolutionArguments argum
 Convolution make_convolution_on_pool(const char* op, ConvolutionArguments arguments, PoolArguments pool,
                                      const ConvolutionNames& names) {
   Convolution call = read_inputs(op, std::move(arguments), names);
-  check_windows(call, names.state, pool.state_pool, pool.state_pool.dim() > 0 ? pool.state_pool.size(0) : 0,
-                "[slots, D, W - 1] or [slots, D, W]");
-  check_device(op, "state_indices", pool.state_indices, call.x, names.x);
-  check_table(op, "state_indices", pool.state_indices, call.N, 1, "[N]");
-  if (pool.has_initial_state) {
-    check_device(op, "has_initial_state", *pool.has_initial_state, call.x, names.x);
-    check_flags(op, "has_initial_state", *pool.has_initial_state, call.N);
+  check_windows(call, names.pool, pool.state_pool, rows_of(pool.state_pool), "[slots, D, W - 1] or [slots, D, W]");
+  check_tables(op, pool, call.N, call.x, names.x, names.checkpoints);
+  if (pool.checkpoints) {
+    const Tensor& kept = *pool.checkpoints;
+    check_device(op, names.checkpoints, kept, call.x, names.x);
+    check_dtype(call, names.checkpoints, kept);
+    check_shape(op, names.checkpoints, kept, {rows_of(kept), call.D, call.columns}, "[total, D, columns], like slots");
   }
-  call.initial_state = std::move(pool.state_pool);
-  call.state_indices = std::move(pool.state_indices);
-  call.has_initial_state = std::move(pool.has_initial_state);
-  call.null_index = pool.null_index;
+  call.initial_state = pool.state_pool;
+  call.pool = std::move(pool);
   call.output_final_state = true;
   return call;
 }
@@ -139,18 +139,20 @@ void make_canonical(Convolution& call) {
     make_rows(call.dy);
   }
   make_contiguous(call.op, call.weight, call.weight.scalar_type());
-  for (std::optional<Tensor>* const tensor : {&call.bias, &call.cu_seqlens, &call.state_indices}) {
+  for (std::optional<Tensor>* const tensor : {&call.bias, &call.cu_seqlens}) {
     if (*tensor) {
       make_contiguous(call.op, **tensor, (*tensor)->scalar_type());
     }
+  }
+  if (call.pool && call.pool->checkpoint_indices && call.pool->checkpoint_indices->stride(1) != 1) {
+    make_contiguous(call.op, *call.pool->checkpoint_indices, call.pool->checkpoint_indices->scalar_type());
   }
 }
 
 ConvolutionOutputs allocate(const Convolution& call) {
   ConvolutionOutputs out = {.y = new_empty(call.op, call.x, {call.B, call.T, call.D}, call.dtype)};
-  if (call.on_pool()) {
-    const Tensor& pool = *call.initial_state;
-    out.final_state = view(pool, pool.sizes(), pool.strides());
+  if (call.pool) {
+    out.final_state = *call.initial_state;
   } else if (call.output_final_state) {
     out.final_state = new_empty(call.op, call.x, {call.N, call.D, call.columns}, call.state_dtype);
   } else {

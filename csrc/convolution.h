@@ -4,7 +4,8 @@
 #include <cstdint>
 #include <optional>
 
-#include "prefill.h"
+#include "call.h"
+#include "pool.h"
 #include "tensors.h"
 
 namespace flash_qla {
@@ -25,10 +26,11 @@ struct ConvolutionArguments {
 // What errors call the arguments.
 struct ConvolutionNames {
   const char *x = "x", *weight = "weight", *bias = "bias", *state = "initial_state", *final_gradient = "dht";
+  const char *pool = "state_pool", *checkpoints = "checkpoints";
 };
 
 // The canonical form, by make_canonical: channels of x and dy are neighbours, and dy has the dtype of x. weight [D, W],
-// bias and cu_seqlens are contiguous. On a pool, initial_state is the pool, and state_indices has the slots.
+// bias and cu_seqlens are contiguous. On a pool, initial_state is the pool of windows.
 struct Convolution : ConvolutionArguments {
   const char* op = nullptr;
   int64_t B = 0, T = 0, D = 0, W = 0, N = 0;
@@ -36,11 +38,8 @@ struct Convolution : ConvolutionArguments {
   ScalarType dtype{};          // of x and y
   ScalarType compute_dtype{};  // of the arithmetic, dweight, dbias and dh0
   ScalarType state_dtype{};    // of windows
-  std::optional<Tensor> state_indices, has_initial_state;
-  int64_t null_index = -1;
+  std::optional<PoolArguments> pool;
   ConvolutionNames names;
-
-  bool on_pool() const { return state_indices.has_value(); }
 };
 
 struct ConvolutionOutputs {
@@ -60,8 +59,9 @@ struct ConvolutionGradients {
 Convolution make_convolution(const char* op, ConvolutionArguments arguments, const ConvolutionNames& names = {});
 Convolution make_convolution_backward(const char* op, ConvolutionArguments arguments,
                                       const ConvolutionNames& names = {});
+// Windows and checkpoints of windows have the columns and any strides that initial_state may have.
 Convolution make_convolution_on_pool(const char* op, ConvolutionArguments arguments, PoolArguments pool,
-                                     const ConvolutionNames& names = {.state = "state_pool"});
+                                     const ConvolutionNames& names = {});
 
 void make_canonical(Convolution& call);
 
@@ -69,11 +69,16 @@ void make_canonical(Convolution& call);
 ConvolutionOutputs allocate(const Convolution& call);
 ConvolutionGradients allocate_gradients(const Convolution& call);
 
-// Throws if the table names a slot out of range, or one twice that is written. On a GPU this synchronizes.
+// Throws if a table has an index out of range, or names a slot that is written twice. On a GPU this synchronizes.
 void check_window_slots(const Convolution& call);
+
+// Each computes y and, if it was requested, writes the final windows; on a pool also the checkpoints.
 
 ConvolutionOutputs convolve_cpu(Convolution call);
 ConvolutionOutputs convolve_cuda(Convolution call);
+// The windows of a call on a pool alone. This allocates nothing if the call is canonical.
+void store_windows_cpu(Convolution call);
+void store_windows_cuda(Convolution call);
 ConvolutionGradients convolve_backward_cpu(Convolution call);
 ConvolutionGradients convolve_backward_cuda(Convolution call);
 

@@ -14,7 +14,7 @@ namespace flash_qla {
 namespace {
 
 constexpr ConvolutionNames kNames = {
-    .x = "mixed", .weight = "conv_weight", .bias = "conv_bias", .state = "window_pool"};
+    .x = "mixed", .weight = "conv_weight", .bias = "conv_bias", .pool = "window_pool"};
 
 // A stand-in for a tensor of this shape, of the same dtype and device: all of its elements are the first one of `like`.
 Tensor shaped(const Tensor& like, std::initializer_list<int64_t> shape) {
@@ -60,7 +60,7 @@ Sizes read_sizes(const char* op, const Tensor& mixed, const Tensor& state_pool) 
 
 }  // namespace
 
-DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, WindowArguments windows, DecodeArguments rule)
+DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, DecodeArguments rule)
     : op_(op), arguments_(std::move(arguments)) {
   const RegionArguments& r = arguments_;
   const auto [B, T, H_k, H_v, K, V] = read_sizes(op, r.mixed, rule.state_pool);
@@ -83,7 +83,7 @@ DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, WindowArgu
   }
 
   PoolArguments pool;
-  pool.state_pool = std::move(windows.window_pool);
+  pool.state_pool = r.window_pool;
   pool.state_indices = *rule.state_indices;
   pool.null_index = rule.null_index;
   convolution_ = make_convolution_on_pool(op,

@@ -9,11 +9,6 @@
 
 namespace flash_qla {
 
-// [slots, D, W - 1] or [slots, D, W], any strides; written. Windows and states have one table of slots.
-struct WindowArguments {
-  Tensor window_pool = undefined_tensor();
-};
-
 // The three parts. mixed, z, a and b have their heads one after the other or, with a dimension more, in the groups of
 // their key heads:
 //
@@ -23,7 +18,7 @@ struct WindowArguments {
 class DecodeRegion {
  public:
   // Throws like make_decode_call, before anything runs. `rule` lacks q, k, v, a and b.
-  DecodeRegion(const char* op, RegionArguments arguments, WindowArguments windows, DecodeArguments rule);
+  DecodeRegion(const char* op, RegionArguments arguments, DecodeArguments rule);
 
   const RegionArguments& arguments() const { return arguments_; }
   // Of windows, filter and slots; x has the shape of mixed in the first form, and not always its contents.

@@ -9,10 +9,29 @@ namespace flash_qla {
 
 namespace {
 
+constexpr int64_t kPieceBytes = 16;
+
 void check_like_o(const NormCall& call, const char* name, const Tensor& tensor) {
   check_device(call.op, name, tensor, call.o, "o");
   check_floating(call.op, name, tensor);
   check_shape(call.op, name, tensor, call.o.sizes(), "[.., V], like o");
+}
+
+// in_pieces: in pieces of 16 bytes.
+bool is_readable_on_gpu(const Tensor& tensor, bool in_pieces) {
+  const int64_t channels = tensor.dim() - 1;
+  if (tensor.size(channels) > 1 && tensor.stride(channels) != 1) {
+    return false;
+  }
+  if (!in_pieces) {
+    return true;
+  }
+  for (int64_t dim = 0; dim < channels; ++dim) {
+    if (tensor.size(dim) > 1 && tensor.stride(dim) * tensor.element_size() % kPieceBytes != 0) {
+      return false;
+    }
+  }
+  return is_aligned(tensor);
 }
 
 }  // namespace
@@ -41,10 +60,26 @@ NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backwar
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   check(call.rows <= kMost, op, "o has ", call.rows, " rows, expected at most ", kMost);
   make_contiguous(op, call.weight, call.weight.scalar_type());
+  make_readable(call, call.o);
+  make_readable(call, call.z);
   if (is_backward && !has_dtype(call.grad_y, call.dtype)) {
     make_contiguous(op, call.grad_y, call.dtype);
   }
   return call;
+}
+
+bool NormCall::reads_pieces() const { return V * static_cast<int64_t>(o.element_size()) % kPieceBytes == 0; }
+
+void make_readable(const NormCall& call, Tensor& tensor) {
+  if (!tensor.is_cuda()) {
+    make_contiguous(call.op, tensor, call.dtype);
+  } else if (!is_readable_on_gpu(tensor, call.reads_pieces())) {
+    make_aligned(call.op, tensor, call.dtype);
+  }
+}
+
+Tensor allocate_y(const NormCall& call) {
+  return call.y.defined() ? call.y : new_empty(call.op, call.o, call.o.sizes(), call.dtype);
 }
 
 NormGradients allocate_gradients(const NormCall& call) {

@@ -19,10 +19,11 @@ struct NormArguments {
   std::string activation;  // silu or sigmoid
   bool norm_before_gate = true;
   Tensor grad_y = undefined_tensor();  // like o; only in the backward
+  Tensor y = undefined_tensor();       // like o, contiguous: memory for y; allocated by default
 };
 
-// The checked arguments. grad_y has the dtype of o, and weight is contiguous. Each device reads the other tensors as it
-// can.
+// The checked arguments. grad_y has the dtype of o, and weight is contiguous. The device can read o and z where they
+// are: on the CPU they are contiguous.
 struct NormCall : NormArguments {
   const char* op = nullptr;  // qualified name, for messages
   ScalarType dtype{};        // of o, z and y
@@ -30,6 +31,7 @@ struct NormCall : NormArguments {
 
   ScalarType compute_dtype() const { return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
   bool is_sigmoid() const { return activation == "sigmoid"; }
+  bool reads_pieces() const;  // whether a GPU reads rows in whole pieces of 16 bytes
 };
 
 struct NormGradients {
@@ -40,6 +42,10 @@ struct NormGradients {
 // Throws std::runtime_error unless the call can run. `weight`: its name in errors.
 NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backward, const char* weight = "weight");
 
+// Copies o, z or grad_y unless the device can read it where it is.
+void make_readable(const NormCall& call, Tensor& tensor);
+
+Tensor allocate_y(const NormCall& call);
 NormGradients allocate_gradients(const NormCall& call);
 
 Tensor gated_rms_norm_cpu(NormCall call);

@@ -115,8 +115,6 @@ constexpr auto kFields<DecodeArguments> = std::tuple{
     Field{"out", &DecodeArguments::out},
 };
 template <>
-constexpr auto kFields<WindowArguments> = std::tuple{Field{"window_pool", &WindowArguments::window_pool}};
-template <>
 constexpr auto kFields<Backlog> = std::tuple{
     Field{"d_cache", &Backlog::d_cache},         Field{"k_cache", &Backlog::k_cache},
     Field{"g_cache", &Backlog::g_cache},         Field{"write_pos", &Backlog::write_pos},
@@ -161,6 +159,8 @@ constexpr auto kFields<RegionArguments> = std::tuple{
     Field{"o", &RegionArguments::o},
     Field{"dy", &RegionArguments::grad_y},
     Field{"dwindow", &RegionArguments::dwindow},
+    Field{"window_pool", &RegionArguments::window_pool},
+    Field{"window_checkpoints", &RegionArguments::window_checkpoints},
 };
 
 namespace {
@@ -559,7 +559,9 @@ void causal_conv1d_bwd(const Stack<kCausalConv1dBwd>& stack) {
 
 constexpr char kPrefillCausalConv1d[] =
     "prefill_causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state_pool, Tensor state_indices, "
-    "bool use_silu=True, Tensor? cu_seqlens=None, Tensor? has_initial_state=None, int null_index=-1) "
+    "bool use_silu=True, Tensor? cu_seqlens=None, Tensor? has_initial_state=None, int null_index=-1, "
+    "Tensor? initial_state_indices=None, int checkpoint_every=0, Tensor? checkpoint_indices=None, "
+    "Tensor(b!)? checkpoints=None) "
     "-> Tensor y";
 
 template <auto Convolve>
@@ -635,15 +637,42 @@ constexpr char kDecodeGatedDeltaNet[] =
 template <auto Decode>
 void decode_gated_delta_net(const Stack<kDecodeGatedDeltaNet>& stack) {
   RegionArguments r;
-  WindowArguments w;
   DecodeArguments d;
-  stack.take(r, w, d);
-  const DecodeRegion region(stack.kOp, std::move(r), std::move(w), std::move(d));
+  stack.take(r, d);
+  const DecodeRegion region(stack.kOp, std::move(r), std::move(d));
   Tensor y = Decode(region);
   if (contents_are_checked()) {
     check_results(region.rule(), y);
   }
   stack.give(std::move(y));
+}
+
+// The region on states and windows in pools.
+constexpr char kPrefillGatedDeltaNet[] =
+    "prefill_gated_delta_net(Tensor mixed, Tensor z, Tensor a, Tensor b, Tensor conv_weight, Tensor? conv_bias, "
+    "Tensor norm_weight, Tensor A_log, Tensor? dt_bias, Tensor(a!) window_pool, Tensor(b!) state_pool, "
+    "Tensor state_indices, int num_k_heads, int head_k_dim, float? scale=None, Tensor? cu_seqlens=None, "
+    "SymInt? max_seqlen=None, Tensor? has_initial_state=None, Tensor? initial_state_indices=None, int null_index=-1, "
+    "bool allow_neg_eigval=False, float norm_eps=1e-06, str norm_activation=\"silu\", int checkpoint_every=0, "
+    "Tensor? checkpoint_indices=None, Tensor(c!)? checkpoints=None, Tensor(d!)? window_checkpoints=None, "
+    "bool batch_invariant=False, Tensor(e!)? out=None) "
+    "-> Tensor y";
+
+template <auto Convolve, auto StoreWindows, auto Prefill, auto Norm>
+void prefill_gated_delta_net(const Stack<kPrefillGatedDeltaNet>& stack) {
+  RegionArguments r;
+  Arguments a;
+  PackedTokens heads;
+  PoolArguments p;
+  stack.take(r, a, heads, p);
+  const Region region(stack.kOp, std::move(r), std::move(a), heads, std::move(p));
+  Tensor y = region.allocate_y();
+  const PrefillCall call = region.prefill(Convolve(region.convolution()).y);
+  const Tensor o = Prefill(call);
+  Norm(region.norm(o, y));
+  StoreWindows(region.convolution());
+  check_results(call, o);
+  stack.give(region.y_as_returned(std::move(y)));
 }
 
 template <const char* kSchema, void (*Op)(const Stack<kSchema>&)>
@@ -652,8 +681,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
 }
 
 template <auto Forward, auto Backward, auto BeginForward, auto FinishForward, auto BeginBackward, auto ReplayBackward,
-          auto FinishBackward, auto Prefill, auto Decode, auto DecodeBuffered, auto Convolve, auto ConvolveBackward,
-          auto Norm, auto NormBackward, auto DecodeRegion>
+          auto FinishBackward, auto Prefill, auto Decode, auto DecodeBuffered, auto Convolve, auto StoreWindows,
+          auto ConvolveBackward, auto Norm, auto NormBackward, auto DecodeRegion>
 void register_for_device(torch::stable::detail::StableLibrary& m) {
   implement<kChunkGatedDeltaRule, chunk_gated_delta_rule<Forward>>(m);
   implement<kChunkGatedDeltaRuleFwd, chunk_gated_delta_rule_fwd<Forward>>(m);
@@ -677,6 +706,7 @@ void register_for_device(torch::stable::detail::StableLibrary& m) {
   implement<kDecodeGatedDeltaNet, decode_gated_delta_net<DecodeRegion>>(m);
   implement<kGatedDeltaNet, gated_delta_net<Convolve, Forward, Norm>>(m);
   implement<kGatedDeltaNetBwd, gated_delta_net_bwd<Convolve, Backward, ConvolveBackward, NormBackward>>(m);
+  implement<kPrefillGatedDeltaNet, prefill_gated_delta_net<Convolve, StoreWindows, Prefill, Norm>>(m);
 }
 
 }  // namespace
@@ -706,6 +736,7 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
   m.def(flash_qla::kGatedDeltaNet);
   m.def(flash_qla::kDecodeGatedDeltaNet);
   m.def(flash_qla::kGatedDeltaNetBwd);
+  m.def(flash_qla::kPrefillGatedDeltaNet);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
@@ -713,8 +744,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
                                  flash_qla::finish_forward_cpu, flash_qla::begin_backward_cpu,
                                  flash_qla::replay_backward_cpu, flash_qla::finish_backward_cpu, flash_qla::prefill_cpu,
                                  flash_qla::decode_cpu, flash_qla::decode_buffered_cpu, flash_qla::convolve_cpu,
-                                 flash_qla::convolve_backward_cpu, flash_qla::gated_rms_norm_cpu,
-                                 flash_qla::gated_rms_norm_backward_cpu, flash_qla::decode_region_cpu>(m);
+                                 flash_qla::store_windows_cpu, flash_qla::convolve_backward_cpu,
+                                 flash_qla::gated_rms_norm_cpu, flash_qla::gated_rms_norm_backward_cpu, flash_qla::decode_region_cpu>(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
@@ -722,6 +753,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {
       flash_qla::forward_cuda, flash_qla::backward_cuda, flash_qla::begin_forward_cuda, flash_qla::finish_forward_cuda,
       flash_qla::begin_backward_cuda, flash_qla::replay_backward_cuda, flash_qla::finish_backward_cuda,
       flash_qla::prefill_cuda, flash_qla::decode_cuda, flash_qla::decode_buffered_cuda, flash_qla::convolve_cuda,
-      flash_qla::convolve_backward_cuda, flash_qla::gated_rms_norm_cuda, flash_qla::gated_rms_norm_backward_cuda,
-      flash_qla::decode_region_cuda>(m);
+      flash_qla::store_windows_cuda, flash_qla::convolve_backward_cuda, flash_qla::gated_rms_norm_cuda,
+      flash_qla::gated_rms_norm_backward_cuda, flash_qla::decode_region_cuda>(m);
 }

@@ -6,6 +6,31 @@
 
 namespace flash_qla {
 
+void check_tables(const char* op, const PoolArguments& pool, int64_t N, const Tensor& q, const char* first,
+                  const char* checkpoints) {
+  check_device(op, "state_indices", pool.state_indices, q, first);
+  check_table(op, "state_indices", pool.state_indices, N, 1, "[N]");
+  if (pool.initial_state_indices) {
+    check_device(op, "initial_state_indices", *pool.initial_state_indices, q, first);
+    check_table(op, "initial_state_indices", *pool.initial_state_indices, N, 1, "[N]");
+  }
+  if (pool.has_initial_state) {
+    check_device(op, "has_initial_state", *pool.has_initial_state, q, first);
+    check_flags(op, "has_initial_state", *pool.has_initial_state, N);
+  }
+  check(pool.checkpoint_every >= 0, op, "checkpoint_every is ", pool.checkpoint_every, ", expected at least 0");
+  const bool some = pool.checkpoint_every > 0;
+  const int given = pool.checkpoint_indices.has_value() + pool.checkpoints.has_value();
+  check(some || given == 0, op, "checkpoint_indices or ", checkpoints,
+        " is a tensor, expected None without checkpoint_every");
+  check(!some || given == 1, op, "checkpoint_every is ", pool.checkpoint_every, " with ", given,
+        " of checkpoint_indices and ", checkpoints, ", expected one of them");
+  if (pool.checkpoint_indices) {
+    check_device(op, "checkpoint_indices", *pool.checkpoint_indices, q, first);
+    check_table(op, "checkpoint_indices", *pool.checkpoint_indices, N, 2, "[N, blocks]");
+  }
+}
+
 void check_table(const char* op, const char* name, const Tensor& tensor, int64_t rows, int64_t rank,
                  const char* symbols) {
   check_indices(op, name, tensor);

@@ -8,8 +8,13 @@ namespace flash_qla {
 
 namespace {
 
-constexpr ConvolutionNames kNames = {
-    .x = "mixed", .weight = "conv_weight", .bias = "conv_bias", .state = "initial_window", .final_gradient = "dwindow"};
+constexpr ConvolutionNames kNames = {.x = "mixed",
+                                     .weight = "conv_weight",
+                                     .bias = "conv_bias",
+                                     .state = "initial_window",
+                                     .final_gradient = "dwindow",
+                                     .pool = "window_pool",
+                                     .checkpoints = "window_checkpoints"};
 
 // Checks z, a and b, and the channels of mixed.
 void check_tokens(const char* op, const RegionArguments& r, const PackedTokens& heads) {
@@ -30,26 +35,79 @@ void check_tokens(const char* op, const RegionArguments& r, const PackedTokens& 
   }
 }
 
+Convolution make_convolution_of(const char* op, const RegionArguments& r, const Arguments& rule,
+                                const std::optional<PoolArguments>& of_states) {
+  ConvolutionArguments arguments = {.x = r.mixed,
+                                    .weight = r.conv_weight,
+                                    .bias = r.conv_bias,
+                                    .initial_state = r.initial_window,
+                                    .output_final_state = rule.output_final_state,
+                                    .cu_seqlens = rule.cu_seqlens,
+                                    .dht = std::nullopt};
+  if (!of_states) {
+    return make_convolution(op, std::move(arguments), kNames);
+  }
+  PoolArguments pool = *of_states;
+  pool.state_pool = r.window_pool;
+  pool.checkpoints = r.window_checkpoints;
+  Convolution call = make_convolution_on_pool(op, std::move(arguments), std::move(pool), kNames);
+  call.output_final_state = false;
+  return call;
+}
+
+void check_out(const char* op, const Tensor& out, const Tensor& z) {
+  check_device(op, "out", out, z, "z");
+  check_same_dtype(op, "out", out, z, "z");
+  check_shape(op, "out", out, z.sizes(), "[B, T, H_v, V], like z");
+}
+
 }  // namespace
 
-Region::Region(const char* op, RegionArguments arguments, Arguments rule, const PackedTokens& heads)
-    : op_(op), arguments_(std::move(arguments)), rule_(std::move(rule)), heads_(heads) {
+Region::Region(const char* op, RegionArguments arguments, Arguments rule, const PackedTokens& heads,
+               std::optional<PoolArguments> pool)
+    : op_(op),
+      arguments_(std::move(arguments)),
+      rule_(std::move(rule)),
+      heads_(heads),
+      pool_(std::move(pool)),
+      convolution_(make_convolution_of(op, arguments_, rule_, pool_)) {
   const RegionArguments& r = arguments_;
-  convolution_ = make_convolution(op,
-                                  {.x = r.mixed,
-                                   .weight = r.conv_weight,
-                                   .bias = r.conv_bias,
-                                   .initial_state = r.initial_window,
-                                   .output_final_state = rule_.output_final_state,
-                                   .cu_seqlens = rule_.cu_seqlens,
-                                   .dht = std::nullopt},
-                                  kNames);
   check_tokens(op, r, heads_);
   rule_.g = r.a;
   rule_.beta = r.b;
   rule_.use_gate = rule_.use_beta_sigmoid = rule_.use_qk_l2norm = true;
-  check_call(op, rule_on<Arguments>(r.mixed));
-  make_norm_call(op, norm_of(r.z), /*is_backward=*/false, "norm_weight");
+  if (pool_) {
+    out_ = std::move(pool_->out);
+    pool_->out.reset();
+    if (out_) {
+      check_out(op, *out_, r.z);
+    }
+    check_prefill_call(op, rule_on<Arguments>(r.mixed), *pool_);
+  } else {
+    check_call(op, rule_on<Arguments>(r.mixed));
+  }
+  NormCall norm = make_norm_call(op, norm_of(r.z), /*is_backward=*/false, "norm_weight");
+  arguments_.z = std::move(norm.z);
+  make_canonical(convolution_);
+}
+
+Tokens Region::tokens() const {
+  const auto shape = arguments_.z.sizes();
+  return {.op = op_,
+          .B = shape[0],
+          .T = shape[1],
+          .H_k = heads_.num_k_heads,
+          .H_v = shape[2],
+          .K = heads_.head_k_dim,
+          .V = shape[3],
+          .N = convolution_.N,
+          .dtype = convolution_.dtype};
+}
+
+NormCall Region::norm(Tensor o, Tensor y) const {
+  NormCall call = norm(std::move(o));
+  call.y = std::move(y);
+  return call;
 }
 
 NormArguments Region::norm_of(Tensor o) const {

@@ -152,13 +152,14 @@ def sources(compiler: Compiler, races: bool) -> list[tuple]:
     found += [(HERE / name, "-O3", "-march=native") for name in ("emulator.cpp", "launches.cpp", "races.cpp")]
     found += [(path, *of_host) for folder in ("csrc", "csrc/cpu") for path in (ROOT / folder).glob("*.cpp")]
     found += [(path, *as_gpu) for path in (ROOT / "csrc/gpu").rglob("*.cpp")]
-    found.remove((ROOT / "csrc/call.cpp", *of_host))
-    found.remove((ROOT / "csrc/ops.cpp", *of_host))
+    for_gpu = [ROOT / "csrc" / name for name in ("call.cpp", "norm.cpp")]  # what they do depends on the device
+    for path in (*for_gpu, ROOT / "csrc/ops.cpp"):
+        found.remove((path, *of_host))
     of_ranks = ("begin_forward", "finish_forward", "begin_backward", "replay_backward", "finish_backward")
     passes = ("forward", "backward", *of_ranks, "prefill", "decode", "decode_buffered")
-    passes += ("convolve", "convolve_backward", "gated_rms_norm", "gated_rms_norm_backward")
+    passes += ("convolve", "store_windows", "convolve_backward", "gated_rms_norm", "gated_rms_norm_backward")
     renamed = [f"-D{name}_cpu={name}_cuda" for name in passes]
-    return [*found, (ROOT / "csrc/call.cpp", *as_gpu), (ROOT / "csrc/ops.cpp", *of_host, *renamed)]
+    return [*found, *((path, *as_gpu) for path in for_gpu), (ROOT / "csrc/ops.cpp", *of_host, *renamed)]
 
 
 def build(out: Path, races: bool = False) -> Path:

@@ -98,14 +98,18 @@ def prefill_causal_conv1d(
     cu_seqlens: torch.Tensor | None = None,
     has_initial_state: torch.Tensor | None = None,
     null_index: int = -1,
+    initial_state_indices: torch.Tensor | None = None,
+    checkpoint_every: int = 0,
+    checkpoint_indices: torch.Tensor | None = None,
+    checkpoints: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """causal_conv1d on windows in a pool, which it reads and writes in place.
 
         pool = torch.zeros(slots, D, 3, dtype=torch.bfloat16, device="cuda")
         y = prefill_causal_conv1d(x, weight, None, pool, state_indices, cu_seqlens=cu_seqlens)
 
-    The function has no derivative. It increments the version of state_pool. torch.autocast casts x, as for
-    causal_conv1d.
+    The function can also keep the windows at multiples of checkpoint_every tokens, for prefix caching. It has no
+    derivative. It increments the version of the tensors that it writes. torch.autocast casts x, as for causal_conv1d.
 
     Args:
         x, weight, bias, activation, cu_seqlens: as those of causal_conv1d.
@@ -116,16 +120,24 @@ def prefill_causal_conv1d(
         has_initial_state: [N], bool: False if the sequence starts from zeros, whatever its slot holds. True for all
             sequences by default.
         null_index: an index of at most this is no slot: the sequence starts from zeros, and no window is written.
+        initial_state_indices: slot that each sequence starts from, [N]; state_indices by default. The last window still
+            goes to state_indices. A sequence without such a slot starts from zeros.
+        checkpoint_every: keep the windows after this many tokens of each sequence, after twice as many, and so on. 0
+            keeps none.
+        checkpoint_indices: slots of these windows, [N, blocks]. Windows beyond the last column are not kept.
+        checkpoints: memory for these windows, instead of checkpoint_indices: [total, D, columns], with the columns of
+            state_pool, any strides, in the dtype of x or float32. The order is that of prefill_gated_delta_rule. It is
+            written.
 
     Returns:
         y: [B, T, D], in the dtype of x, contiguous.
 
     Raises:
-        RuntimeError: an argument has the wrong device, dtype or shape; or state_pool overlaps itself or another
-            argument. On the CPU or with FLASH_QLA_CHECK=1 also: an index is out of range, or two sequences write one
-            slot. The message names the argument, what was expected and what came, and nothing has been written.
-            Unchecked, the GPU treats an index out of range as no slot, and the contents of a slot that is written twice
-            are undefined.
+        RuntimeError: an argument has the wrong device, dtype or shape; or what is written overlaps itself or another
+            argument. On the CPU or with FLASH_QLA_CHECK=1 also: an index is out of range, or one sequence writes a slot
+            that another one writes or reads. The message names the argument, what was expected and what came, and
+            nothing has been written. Unchecked, the GPU treats an index out of range as no slot, and the contents of a
+            slot that is written twice are undefined.
         ValueError: the activation is unknown.
         TypeError: a list, an array or a NestedTensor came where a tensor is expected.
         NotImplementedError: a gradient is asked for.
@@ -133,8 +145,9 @@ def prefill_causal_conv1d(
     use_silu = _uses_silu("prefill_causal_conv1d", activation)
     try:
         return torch.ops.flash_qla.prefill_causal_conv1d(
-            x, weight, bias, state_pool, state_indices, use_silu, cu_seqlens, has_initial_state, null_index
-        )
+            x, weight, bias, state_pool, state_indices, use_silu, cu_seqlens, has_initial_state, null_index,
+            initial_state_indices, checkpoint_every, checkpoint_indices, checkpoints,
+        )  # fmt: skip
     except Exception:
         explain(prefill_causal_conv1d, locals())
         raise

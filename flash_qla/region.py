@@ -1,4 +1,4 @@
-"""The region of a Gated DeltaNet layer between its projections, as one function."""
+"""The region of a Gated DeltaNet layer between its projections, as one function; on states of its own or in pools."""
 
 from typing import Literal
 
@@ -6,6 +6,12 @@ import torch
 
 from flash_qla.ops import autograd
 from flash_qla.ops.checks import explain
+
+
+def _by_heads(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """x with a dimension of heads, those of a, if it has none. The op refuses other shapes."""
+    is_flat = x.dim() == 3 and a.dim() == 3 and a.shape[2] > 0 and x.shape[2] % a.shape[2] == 0
+    return x.unflatten(-1, (a.shape[2], -1)) if is_flat else x
 
 
 def gated_delta_net(
@@ -82,8 +88,7 @@ def gated_delta_net(
             differentiation.
     """
     try:
-        is_flat = z.dim() == 3 and a.dim() == 3 and a.shape[2] > 0 and z.shape[2] % a.shape[2] == 0
-        heads = z.unflatten(-1, (a.shape[2], -1)) if is_flat else z
+        heads = _by_heads(z, a)
         y, final_state, final_window, _ = autograd.call(
             torch.ops.flash_qla.gated_delta_net,
             mixed, heads, a, b, conv_weight, conv_bias, norm_weight, A_log, dt_bias, num_k_heads, head_k_dim, scale,
@@ -95,6 +100,92 @@ def gated_delta_net(
         raise
     states = (final_state, final_window) if output_final_state else (None, None)
     return y.view(z.shape), *states
+
+
+def prefill_gated_delta_net(
+    mixed: torch.Tensor,
+    z: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    window_pool: torch.Tensor,
+    state_pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    *,
+    num_k_heads: int,
+    head_k_dim: int,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    initial_state_indices: torch.Tensor | None = None,
+    null_index: int = -1,
+    allow_neg_eigval: bool = False,
+    norm_eps: float = 1e-6,
+    norm_activation: Literal["silu", "sigmoid"] = "silu",
+    checkpoint_every: int = 0,
+    checkpoint_indices: torch.Tensor | None = None,
+    checkpoints: torch.Tensor | None = None,
+    window_checkpoints: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """gated_delta_net on states and windows in pools, which it reads and writes in place.
+
+        states = torch.zeros(slots, H_v, V, K, device="cuda")
+        windows = torch.zeros(slots, D, 3, dtype=torch.bfloat16, device="cuda")
+        y = prefill_gated_delta_net(
+            mixed, z, a, b, conv1d.weight, conv1d.bias, norm.weight, A_log, dt_bias, windows, states, state_indices,
+            num_k_heads=16, head_k_dim=128, cu_seqlens=cu_seqlens,
+        )
+
+    These are prefill_causal_conv1d, prefill_gated_delta_rule on slices of its result, and gated_rms_norm. The results
+    have their bits. A sequence has the same slot in both pools. The function has no derivative. It increments the
+    version of the tensors that it writes. torch.autocast casts mixed and z.
+
+    Args:
+        mixed, z, a, b, conv_weight, conv_bias, norm_weight, A_log, dt_bias: as those of gated_delta_net.
+        num_k_heads, head_k_dim, norm_eps, norm_activation: as those of gated_delta_net.
+        window_pool: the windows of the convolution, as state_pool of prefill_causal_conv1d, [slots, D, W - 1] or
+            [slots, D, W], any strides: pass a pool [slots, W - 1, D] transposed. It is written.
+        state_pool: as that of prefill_gated_delta_rule, [slots, H_v, V, K]. It is written.
+        state_indices, has_initial_state, initial_state_indices, null_index: as those of prefill_gated_delta_rule, for
+            both pools. A sequence without a slot has zeros in y, where z is finite.
+        scale, cu_seqlens, max_seqlen, allow_neg_eigval, batch_invariant: as those of prefill_gated_delta_rule. With
+            batch_invariant a prompt in pieces, whose lengths are multiples of 64, has the bits of the whole one.
+        checkpoint_every: keep the states and windows after this many tokens of each sequence, after twice as many, and
+            so on, as prefill_gated_delta_rule keeps states.
+        checkpoint_indices: slots of these states and windows, in both pools.
+        checkpoints, window_checkpoints: memory for them, instead of checkpoint_indices: [total, H_v, V, K] and [total,
+            D, W - 1], or W columns if window_pool has these; as those of prefill_gated_delta_rule and
+            prefill_causal_conv1d. They are written.
+        out: memory for y, in the shape of z and the dtype of mixed. Contiguous memory that begins at a multiple of 16
+            bytes is written directly, other memory by a copy. It is written.
+
+    Returns:
+        y: the shape of z, in the dtype of mixed, contiguous. With `out` it is `out`.
+
+    Raises:
+        RuntimeError: as prefill_gated_delta_rule and prefill_causal_conv1d. Neither pool has been written then.
+        TypeError: a list, an array or a NestedTensor came where a tensor is expected.
+        NotImplementedError: a gradient is asked for.
+    """
+    try:
+        y = torch.ops.flash_qla.prefill_gated_delta_net(
+            mixed, _by_heads(z, a), a, b, conv_weight, conv_bias, norm_weight, A_log, dt_bias, window_pool, state_pool,
+            state_indices, num_k_heads, head_k_dim, scale, cu_seqlens, max_seqlen, has_initial_state,
+            initial_state_indices, null_index, allow_neg_eigval, norm_eps, norm_activation, checkpoint_every,
+            checkpoint_indices, checkpoints, window_checkpoints, batch_invariant,
+            None if out is None else _by_heads(out, a),
+        )  # fmt: skip
+    except Exception:
+        explain(prefill_gated_delta_net, locals())
+        raise
+    return y.view(z.shape) if out is None else out
 
 
 def decode_gated_delta_net(

@@ -219,6 +219,9 @@ class CheckpointTable(Bundle):
     def __init__(self):
         super().__init__(checkpoint_indices=IndexTable(), checkpoint_states=T.int64)
 
+    def record(self):
+        return self.checkpoint_indices.record(), self.checkpoint_states
+
 
 class Matrices(Bundle):
     """The chunks' gates, whose rows are the table `gate` of layout.py, and the block rows of L and P of each chunk."""

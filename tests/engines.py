@@ -19,6 +19,7 @@ from signatures import LAYERS, RECORD, parameters_of_function
 from test_decode import BF16, FP32, Case
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import flash_qla
 from flash_qla.integrations import _engines
 
 RECORDED = json.loads(RECORD.read_text())
@@ -187,6 +188,67 @@ def passed(call: str, names: dict) -> dict:
 def longer(x: torch.Tensor, rows: int = 3) -> torch.Tensor:
     """More rows, as engines have for other tokens of a step and for padding: no sequence may read them."""
     return torch.cat([x, x[-1:].expand(rows, *x.shape[1:])])
+
+
+# The convolution before a prefill
+
+
+def convolution_call(null_index: int, columns: int = 3) -> dict:
+    """Arguments of the engines' causal_conv1d_fn, by its names: rows that are slices of a projection, windows with
+    tokens before channels, and more slots and flags than sequences."""
+    D, lengths, slots = 24, (5, 0, 70, 3, 1), [7, 3, null_index, 9, 4]
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    return {
+        "x": randn(sum(lengths), D + 8)[:, :D].T,
+        "weight": randn(D, 4),
+        "bias": randn(D),
+        "conv_states": randn(12, columns, D).mT,
+        "query_start_loc": torch.tensor([0, *lengths]).cumsum(0).int(),
+        "cache_indices": longer(indices(slots)),
+        "has_initial_state": longer(torch.tensor([True, True, True, False, True])),
+    }
+
+
+def check_convolution(function: Callable, device: str, arguments: dict, null_index: int, call: dict) -> None:
+    """`call`: the arguments as a layer passes them, with the tensors of `arguments`."""
+    arguments = moved(arguments, device)
+    tensors = {id(x): moved({"x": x}, device)["x"] for x in call.values() if torch.is_tensor(x)}
+    pool, slots = arguments["conv_states"], arguments["cache_indices"].tolist()[:5]
+    flags = arguments["has_initial_state"].tolist()
+    starts = [slot > null_index and flag for slot, flag in zip(slots, flags, strict=False)]
+    initial = torch.stack([pool[s] if has else torch.zeros_like(pool[0]) for s, has in zip(slots, starts, strict=True)])
+    bias = None if call.get("bias", True) is None else arguments["bias"]
+    y, windows = flash_qla.causal_conv1d(
+        arguments["x"].T[None], arguments["weight"], bias, initial_state=initial, output_final_state=True,
+        cu_seqlens=arguments["query_start_loc"],
+    )  # fmt: skip
+    expected = pool.clone()
+    for n, slot in enumerate(slots):
+        if slot > null_index:
+            expected[slot] = windows[n]
+    call = {name: tensors.get(id(x), x) for name, x in call.items()}
+    found = function(**call)
+    assert found.shape == arguments["x"].shape and torch.equal(found, y[0].T)
+    assert torch.equal(call["conv_states"], expected)
+
+
+def check_convolution_of_the_engine(integration: types.ModuleType, arguments: dict, monkeypatch, caplog) -> None:
+    """The engine's own function takes a call on wider windows, and the log says so once."""
+    engine = engine_of(integration)
+    with pytest.raises(NotImplementedError, match="windows have 5 columns"):
+        integration.causal_conv1d_fn(**arguments)
+    modules = stand_ins(engine, monkeypatch)
+    integration.use_flash_qla()
+    replaced = [vars(x)["causal_conv1d_fn"] for x in modules.values() if "causal_conv1d_fn" in vars(x)]
+    with caplog.at_level("INFO", f"{engine}.flash_qla"):
+        assert [function(**arguments) for function in replaced * 2] == ["theirs"] * 2 * len(replaced)
+    integration.restore()
+    (message,) = [x for x in caplog.messages if "its own" in x]
+    assert message.startswith(f"{engine} runs its own causal_conv1d_fn: windows have 5 columns for 4 taps")
 
 
 # What reaches the ops

@@ -41,14 +41,15 @@ OF_ALL |= {f"{d}{x}" for x in ("conv_weight", "conv_bias", "norm_weight") for d 
 
 
 def convolution_arguments(cu_seqlens: torch.Tensor, seed: int, dtype, state_dtype, D: int = 24, W: int = 4) -> dict:
-    """Those of the convolution's ops on packed sequences, and window_pool."""
+    """Those of the convolution's ops on packed sequences."""
     generator, N, T = torch.Generator().manual_seed(seed + 2), len(cu_seqlens) - 1, int(cu_seqlens[-1])
+    kept = int((cu_seqlens.diff() // 64).sum())
 
     def randn(*shape, dtype=dtype):
         return torch.randn(*shape, generator=generator).to(cu_seqlens.device, dtype)
 
     windows = {x: randn(N, D, W - 1, dtype=state_dtype) for x in ("initial_state", "dht")}
-    windows["window_pool"] = randn(SLOTS, D, W - 1, dtype=state_dtype)
+    windows |= {x: randn(n, D, W - 1, dtype=state_dtype) for x, n in (("state_pool", SLOTS), ("checkpoints", kept))}
     return windows | {"x": randn(1, T, D), "dy": randn(1, T, D), "weight": randn(D, W), "bias": randn(D)}
 
 
@@ -120,7 +121,7 @@ class Call:
         if name == "h":
             chunks = [-(-length // 64) for length in self.lengths]
             return x[:, sum(chunks[:n]) : sum(chunks[: n + 1])]
-        if name == "checkpoints":
+        if name in ("checkpoints", "window_checkpoints"):
             kept = [length // 64 for length in self.lengths]
             return x[sum(kept[:n]) : sum(kept[: n + 1])]
         if name == "maps":  # none of a sequence whose map is not asked for
@@ -179,8 +180,8 @@ def make_call(
     if name in REGIONS:
         offsets = torch.arange(N + 1, device=device) if known.get("cu_seqlens") is None else known["cu_seqlens"]
         windows = convolution_arguments(offsets, seed, dtype, state_dtype, known["mixed_qkv"].shape[2])
-        known["window_pool"] = windows["window_pool"].to(dtype)
         renamed = {"weight": "conv_weight", "bias": "conv_bias", "initial_state": "initial_window", "dht": "dwindow"}
+        renamed |= {"state_pool": "window_pool", "checkpoints": "window_checkpoints"}
         known |= {renamed[x]: value for x, value in windows.items() if x in renamed}
         rates = torch.randn(2, case.H_v, generator=generator).to(device)
         known |= {"mixed": known["mixed_qkv"], "a": known["g"], "b": known["beta"], "z": known["v"].flip(1)}
@@ -191,12 +192,8 @@ def make_call(
         return torch.randn(*outer, case.H_v, case.V, case.K, generator=generator).to(device, state_dtype)
 
     if "state_pool" in schema:
-        known |= {
-            "state_pool": known["window_pool"] if name in CONVOLUTIONS else states(SLOTS),
-            "state_indices": torch.tensor((7, 0, 3, 5)[:N]).to(device),
-        }
-    if name.startswith("prefill"):
-        known |= {"checkpoint_every": 64, "checkpoints": states(sum(x // 64 for x in lengths))}
+        pool = {"state_pool": states(SLOTS), "checkpoints": states(sum(x // 64 for x in lengths))}
+        known = pool | known | {"state_indices": torch.tensor((7, 0, 3, 5)[:N]).to(device), "checkpoint_every": 64}
     if name.startswith("decode"):
         gates = torch.randn(2, *known["g"].shape, generator=generator).to(device)
         rates = torch.randn(2, case.H_v, generator=generator).to(device)

@@ -2,8 +2,8 @@
 
 It ends after so many seconds or cases; jobs are processes that share them, and the device. A seed and a number make a
 trial, whatever the jobs: shapes at random, and a value of each option of tests/options.py. tests/trials.py says what a
-trial compares. Every tenth trial compares the convolution or the norm with its formula, or gated_delta_net with its
-parts.
+trial compares. Every tenth trial compares the convolution or the norm with its formula, or gated_delta_net or
+prefill_gated_delta_net with its parts.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import options
 import test_convolution
 import test_norm
 import test_region
+import test_region_prefill
 import torch
 from options import Shape
 from reference import CHUNK
@@ -33,10 +34,10 @@ KEPT_BYTES = 4 << 30  # bytes of the device's memory that are kept from case to 
 
 @dataclasses.dataclass(frozen=True)
 class RegionTrial:
-    """A call of the convolution, the norm or the region."""
+    """A call of the convolution, the norm or the region, perhaps on pools."""
 
     op: str
-    case: test_convolution.Case | test_norm.Case | test_region.Case
+    case: test_convolution.Case | test_norm.Case | test_region.Case | test_region_prefill.Case
     seed: int = 0
 
     def run(self, device: str) -> dict[str, float]:
@@ -46,6 +47,9 @@ class RegionTrial:
             return {}
         if self.op == "region":
             test_region.check_bits_of_the_parts(self.case, device, self.seed)
+            return {}
+        if self.op == "region on pools":
+            test_region_prefill.check(self.case, device, self.seed)
             return {}
         ratios = test_convolution.ratios(self.case, device)
         assert all(ratio <= 1 for ratio in ratios.values()), ratios
@@ -58,7 +62,7 @@ def draw_of_region(r: random.Random, device: str) -> RegionTrial:
     shape = {"lengths": lengths, "padding": r.choice((0, 0, 5)) if lengths is not None else 0}
     shape |= {"B": r.randint(1, 3), "T": r.choice((1, 2, 3, 65, r.randint(4, 500)))}
     half, wide = (torch.bfloat16, torch.float16), (torch.float32, *(() if gpu else (torch.float64,)))
-    W, op = r.randint(2, 4), r.choice(("convolution", "norm", "region"))
+    W, op = r.randint(2, 4), r.choice(("convolution", "norm", "region", "region on pools"))
     columns = r.choice((W - 1, W))
     if op == "norm":
         dims = tuple(r.randint(1, 40) for _ in range(r.randint(0, 3)))
@@ -74,6 +78,11 @@ def draw_of_region(r: random.Random, device: str) -> RegionTrial:
     H_k, step = r.randint(1, 3), 8 if gpu else 1
     sizes = {"H_k": H_k, "H_v": H_k * r.randint(1, 3), "W": W, "columns": columns}
     sizes |= {"K": step * r.randint(1, 16), "V": step * r.randint(1, 16), "dtype": r.choice(half)}
+    if op == "region on pools":
+        case = test_region_prefill.draw(r, device)
+        every = r.choice((0, case.every, r.randint(1, 100)))
+        region = dataclasses.replace(case.region, **shape, **sizes)
+        return RegionTrial(op, dataclasses.replace(case, region=region, every=every), r.randrange(2**31))
     flags = {f"with_{x}": r.random() < 0.5 for x in ("bias", "dt_bias", "states")}
     options = {"state_v_first": r.random() < 0.5, "allow_neg_eigval": r.random() < 0.5}
     options["norm_activation"] = r.choice(("silu", "sigmoid"))

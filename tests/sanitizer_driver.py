@@ -14,6 +14,8 @@ import test_decode
 import test_decode_buffered
 import test_norm
 import test_prefill
+import test_region
+import test_region_prefill
 import torch
 from cases import (
     Case,
@@ -174,6 +176,13 @@ for case in test_convolution.CASES:
         moved = {"x": test_convolution.LAYOUTS[layout](inputs["x"])}
         assert finite(test_convolution.run_ops(inputs | moved, gradients | {"dy": finite_dy}).values()), (case, layout)
     print("done:", case, flush=True)
+
+# The region on pools: windows and states of a page, and checkpoints of both in slots and in rows
+for kept in ("slots", "rows"):
+    region = test_region.Case((130, 0, 2, 64), K=64, V=64)
+    case = test_region_prefill.Case(region, memory="page", slots="some", other_slots=True, every=50, kept=kept)
+    assert finite([flash_qla.prefill_gated_delta_net(**test_region_prefill.make(case, "cuda"))]), case
+    print("done: region on pools", kept, flush=True)
 
 # The norm: every instance, in steps over rows of three strides
 for dtype, V in itertools.product(test_norm.DTYPES, (64, 100, 264)):

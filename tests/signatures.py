@@ -57,6 +57,11 @@ FUNCTIONS = {
             "vllm/third_party/flash_linear_attention/ops/fused_sigmoid_gating.py",
             "vllm/model_executor/layers/fla/ops/fused_sigmoid_gating.py",
         ),
+        "causal_conv1d_fn": ("vllm/model_executor/layers/mamba/ops/causal_conv1d.py",),
+        "fused_post_conv_prep": (
+            "vllm/third_party/flash_linear_attention/ops/fused_gdn_prefill_post_conv.py",
+            "vllm/model_executor/layers/fla/ops/fused_gdn_prefill_post_conv.py",
+        ),
     },
     "megatron-core": {
         "torch_chunk_gated_delta_rule": ("megatron/core/ssm/gated_delta_net/common.py",),
@@ -80,6 +85,11 @@ FUNCTIONS = {
             "sglang/kernels/ops/attention/fla/fused_sigmoid_gating_recurrent.py",
             "sglang/srt/layers/attention/fla/fused_sigmoid_gating_recurrent.py",
         ),
+        "causal_conv1d_fn": ("sglang/srt/layers/attention/mamba/causal_conv1d.py",),
+        "fused_qkv_split_gdn_prefill": (
+            "sglang/kernels/ops/attention/triton_gdn_fused_proj.py",
+            "sglang/jit_kernel/triton/gdn_fused_proj.py",
+        ),
     },
 }
 # Package on PyPI -> the modules in which layers call these functions -> the names there
@@ -90,10 +100,13 @@ LAYERS = {
             "fi_chunk_gated_delta_rule",
             "fused_recurrent_gated_delta_rule_packed_decode",
             "fused_sigmoid_gating_delta_rule_update",
+            "causal_conv1d_fn",
+            "fused_post_conv_prep",
         ),
         "vllm/model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py": (
             "chunk_gated_delta_rule",
             "fused_recurrent_gated_delta_rule",
+            "causal_conv1d_fn",
         ),
     },
     "sglang": {
@@ -103,8 +116,14 @@ LAYERS = {
             "fused_recurrent_gdn_replayssm_decode",
             "fused_sigmoid_gating_delta_rule_update",
         ),
+        "sglang/srt/layers/attention/linear/gdn_backend.py": (
+            "fused_qkv_split_gdn_prefill",
+            "causal_conv1d_fn",
+        ),
     },
 }
+# Names of numbers that are defaults
+NUMBERS = {"PAD_SLOT_ID": -1, "NULL_BLOCK_ID": 0}
 
 
 def parameters_of(source: str, name: str) -> list[str] | None:
@@ -124,7 +143,10 @@ def parameters_of(source: str, name: str) -> list[str] | None:
 
 
 def _text(name: str, default: ast.expr | None) -> str:
-    return name if default is None else f"{name}={ast.unparse(default)}"
+    if default is None:
+        return name
+    text = ast.unparse(default)
+    return f"{name}={NUMBERS.get(text, text)}"
 
 
 def _of_function(arguments: ast.arguments) -> list[str]:
@@ -142,7 +164,8 @@ def _of_function(arguments: ast.arguments) -> list[str]:
 def parameters_of_function(function: Callable) -> list[str]:
     """The same of a function."""
     parameters = inspect.signature(function).parameters.values()
-    return [x.name if x.default is x.empty else f"{x.name}={x.default!r}" for x in parameters]
+    names = [f"**{x.name}" if x.kind is x.VAR_KEYWORD else x.name for x in parameters]
+    return [y if x.default is x.empty else f"{y}={x.default!r}" for x, y in zip(parameters, names, strict=True)]
 
 
 def calls_of(source: str, name: str) -> list[str] | None:

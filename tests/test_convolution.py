@@ -378,6 +378,71 @@ def test_null_index(device):
     assert changed.tolist() == [False, True, True] + [False] * (SLOTS - 3)
 
 
+def windows_after(rows: torch.Tensor, columns: int, tokens: int) -> torch.Tensor:
+    """The window after so many tokens. rows: the initial window, then the tokens, [D, columns + T]."""
+    return rows[:, tokens : tokens + columns]
+
+
+@pytest.mark.parametrize("kept", ("rows", "slots", "few"))
+@pytest.mark.parametrize("every", (1, 2, 3, 5, 64))
+@pytest.mark.parametrize(
+    "case",
+    (Case(LENGTHS, padding=3, D=130), Case(LENGTHS, W=3, columns=3, dtype=FP16, state_dtype=FP16), Case(B=9, T=7, W=2)),
+    ids=str,
+)
+def test_checkpoints(device, case, every, kept):
+    """Windows after `every` tokens, after twice as many, and so on; sequences without checkpoints start from shared
+    slots. In the pool the last checkpoint of the others goes to the slot that they started from."""
+    inputs = make_inputs(case, device)
+    lengths = list(case.lengths) if case.lengths else [case.T] * case.B
+    counts, N = [length // every for length in lengths], len(lengths)
+    columns = case.columns or case.W - 1
+    total = 3 * N + sum(counts)
+    pool = torch.randn(total, case.D, columns, generator=torch.Generator().manual_seed(5)).to(device, case.state_dtype)
+    pool = POOLS["in pages"](pool)
+    first = [n if counts[n] else N + n % 2 for n in range(N)]
+    first[4], own = -1, [2 * N + n for n in range(N)]
+    own[3] = -2
+    places, free = [], iter(range(3 * N, total))
+    for n, count in enumerate(counts):
+        places.append([next(free) for _ in range(count)])
+        if count and first[n] == n:
+            places[n][-1] = n  # where it started
+    x = inputs["x"][0] if case.lengths else inputs["x"].flatten(0, 1)
+    before, after, rows, begin = pool.clone(), pool.clone(), [], 0
+    initial = torch.zeros(N, case.D, columns, dtype=case.state_dtype, device=device)
+    width = max(max(counts) - (kept == "few"), 0)
+    for n, length in enumerate(lengths):
+        if own[n] >= 0 and first[n] >= 0:
+            initial[n] = before[first[n]]
+        known = torch.cat([initial[n], x[begin : begin + length].mT.to(case.state_dtype)], 1)
+        begin += length
+        checkpoints = [windows_after(known, columns, (j + 1) * every) for j in range(counts[n])]
+        rows += checkpoints if own[n] >= 0 else [torch.zeros_like(initial[n])] * counts[n]
+        if own[n] >= 0 and (length or first[n] < 0):
+            after[own[n]] = windows_after(known, columns, length)
+        for j, window in enumerate(checkpoints[:width]):
+            if kept != "rows" and own[n] >= 0:
+                after[places[n][j]] = window
+    y, _ = ops.causal_conv1d(**inputs | {"initial_state": initial})
+    arguments = {name: inputs[name] for name in ("x", "weight", "bias", "cu_seqlens")}
+    arguments |= {"state_indices": torch.tensor(own), "initial_state_indices": torch.tensor(first)}
+    if kept == "rows":
+        arguments["checkpoints"] = found = torch.zeros(sum(counts), case.D, columns, dtype=case.state_dtype)
+        arguments["checkpoints"] = found = found.to(device).mT.contiguous().mT
+    else:
+        table = torch.full((N, width), -1)
+        for n, slots in enumerate(places):
+            table[n, : len(slots)] = torch.tensor(slots[:width])
+        arguments["checkpoint_indices"] = table
+    arguments = {name: x.to(device) if torch.is_tensor(x) else x for name, x in arguments.items()}
+    with poisoned(device):
+        actual = flash_qla.prefill_causal_conv1d(**arguments, state_pool=pool, checkpoint_every=every)
+    assert torch.equal(actual, y) and torch.equal(pool, after)
+    if kept == "rows" and rows:
+        assert torch.equal(found, torch.stack(rows))
+
+
 # Errors
 
 
@@ -422,6 +487,13 @@ WRONG_POOLS = {
     "state_indices has dtype float32": {"state_indices": torch.zeros(2)},
     "has_initial_state has dtype int64, expected bool": {"has_initial_state": torch.tensor([1, 0])},
     "has_initial_state has shape [3], expected [2]": {"has_initial_state": torch.ones(3).bool()},
+    "initial_state_indices has 3 rows, expected 2": {"initial_state_indices": torch.tensor([1, 2, 3])},
+    "checkpoints has shape [2, 8, 4], expected [2, 8, 3]": {
+        "checkpoint_every": 2,
+        "checkpoints": torch.zeros(2, 8, 4, dtype=BF16),
+    },
+    "checkpoint_every is 2 with 0 of checkpoint_indices and checkpoints, expected one of them": {"checkpoint_every": 2},
+    "checkpoint_indices has 1 dimensions": {"checkpoint_every": 2, "checkpoint_indices": torch.tensor([1, 2])},
 }
 
 
@@ -430,7 +502,7 @@ def small_inputs(device) -> dict:
 
 
 def to(device, changes: dict) -> dict:
-    return {name: x.to(device) for name, x in changes.items()}
+    return {name: x.to(device) if torch.is_tensor(x) else x for name, x in changes.items()}
 
 
 @pytest.mark.usefixtures("errors_change_nothing")

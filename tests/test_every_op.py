@@ -39,7 +39,7 @@ def test_results_are_finite(device, name):
     call = make_call(name, device)
     results = call()
     assert results and all(x.isfinite().all() and x.any() for x in results.values())
-    for written in ("state_pool", "checkpoints", "intermediate_states"):
+    for written in ("state_pool", "checkpoints", "window_pool", "window_checkpoints", "intermediate_states"):
         if written in results:
             assert not torch.equal(results[written], call.arguments[written])
 
@@ -191,7 +191,7 @@ def test_sequences_by_themselves(device, name, state_dtype):
     for n in range(4):
         alone = call.permuted([n])
         for of, x in alone().items():
-            if of in OF_ALL or (of == "state_pool" and not call.lengths[n]):
+            if of in OF_ALL or (of in ("state_pool", "window_pool") and not call.lengths[n]):
                 continue
             part, wanted = alone.part(of, x, 0), call.part(of, expected[of], n)
             assert torch.equal(part, wanted), (of, n)
@@ -250,7 +250,7 @@ def test_slots_outside_are_no_slots(name, outside, dtype):
     slots[0], slots[3] = outside
     bad = dataclasses.replace(call, arguments=call.arguments | {"state_indices": slots})
     actual = bad()
-    of = "y" if name in CONVOLUTIONS else "o"
+    of = "y" if "y" in actual else "o"
     assert torch.equal(call.part(of, actual[of], 1), call.part(of, expected[of], 1))
     if name in CONVOLUTIONS:  # which starts from zeros
         flags = torch.tensor([n in (1, 2) for n in range(4)], device="cuda")
@@ -258,10 +258,11 @@ def test_slots_outside_are_no_slots(name, outside, dtype):
         assert torch.equal(actual[of], from_zeros()[of])
     else:
         assert not call.part(of, actual[of], 0).any() and not call.part(of, actual[of], 3).any()
-    written = call.arguments["state_pool"].clone()
-    for slot in slots[1:3]:
-        written[slot] = expected["state_pool"][slot]
-    assert torch.equal(actual["state_pool"], written)
+    for pool in {"state_pool", "window_pool"} & actual.keys():
+        written = call.arguments[pool].clone()
+        for slot in slots[1:3]:
+            written[slot] = expected[pool][slot]
+        assert torch.equal(actual[pool], written)
     assert_same_parts(call, call(), expected, range(4))
 
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import accuracy
 import pytest
 import reference
+import test_region
 import torch
 from accuracy import relative_error
 from cases import GRADIENT_OF, Case, make_gradients, make_inputs, reference_gradients, reference_of
@@ -36,6 +37,7 @@ import torch.nn.functional as F  # noqa: E402
 
 import flash_qla  # noqa: E402
 from flash_qla.cp import build_cp_context  # noqa: E402
+from flash_qla.integrations import _fla_layer as fla_layer  # noqa: E402
 from flash_qla.integrations._fla_backend import Backend  # noqa: E402
 from flash_qla.integrations.fla import (  # noqa: E402
     fused_recurrent_gated_delta_rule,
@@ -47,6 +49,9 @@ PARTS = ("forward_begin", "forward_finish", "backward_begin", "backward_replay",
 FORWARD = INFERENCE = "chunk_gated_delta_rule"  # autograd saves the inputs alone, so training has no op of its own
 BACKWARD = "chunk_gated_delta_rule_bwd"
 DECODING = "decode_gated_delta_rule"
+CONVOLUTION, NORM = "causal_conv1d", "gated_rms_norm"
+REGION = [CONVOLUTION] * 3 + [FORWARD, NORM]
+REGION_BACKWARD = [f"{NORM}_bwd", BACKWARD, *[f"{CONVOLUTION}_bwd"] * 3]
 NAIVE_TOLERANCE = 1e-5  # FLA's naive recurrence is in fp32
 BARS = {"o": 5e-3, "final_state": 5e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3, "dh0": 8e-3}
 DOT_PRODUCT_BAR = 2e-2  # db, dg and what is a sum of them
@@ -549,6 +554,7 @@ def run_layer_naively(layer, x: torch.Tensor, **arguments) -> dict:
     module = importlib.import_module(type(layer).__module__)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "chunk_gated_delta_rule", naive_in_layer)
+        patch.setattr(type(layer), "forward", fla_layer._their_forward)
         return run_layer(layer, x, **arguments)
 
 
@@ -592,7 +598,8 @@ def test_layer(name, kind, device, integrated):
     x, arguments = layer_inputs(kind, device)
     with Ran() as ran, TorchActivations() as in_torch:
         actual = run_layer(layer, x, **arguments)
-    assert ran.ops == ([FORWARD, BACKWARD] if integrated else [])
+    of_parts = [FORWARD, BACKWARD] if device == "cpu" else [*REGION, *REGION_BACKWARD]  # without parts on the CPU
+    assert sorted(ran.ops) == (sorted(of_parts) if integrated else [])
     assert not (integrated and in_torch.names)
     naively = run_layer_naively(layer, x, **arguments)
     exact = run_layer_naively(copy.deepcopy(layer).float(), x.float(), **arguments)
@@ -601,6 +608,159 @@ def test_layer(name, kind, device, integrated):
         assert error < LAYER_RATIO[device] * bars[part], part
     for part, wanted in exact.items():
         assert relative_error(actual[part], wanted.double()) < 5e-2, part
+
+
+# The layer's region
+
+
+def whole_layer(device: str, dtype=torch.bfloat16, **sizes):
+    """A small layer with all its parts, whose Triton kernels a CPU does not have."""
+    layers = pytest.importorskip("fla.layers", reason="FLA's layers (flash-linear-attention) are not installed")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_heads": 2, "num_v_heads": 4, "head_dim": 64, "layer_idx": 0, **sizes}
+    return layers.GatedDeltaNet(**sizes).to(device, dtype)
+
+
+def run_in_fp64(layer, x: torch.Tensor, cu_seqlens=None, attention_mask=None) -> dict:
+    """run_layer by the plain formula of the region."""
+    layer, x = copy.deepcopy(layer).double(), x.double()
+    parameters = dict(layer.named_parameters())
+    convolutions = [getattr(layer, f"{part}_conv1d") for part in "qkv"]
+    bias = torch.cat([y.bias for y in convolutions]) if layer.conv_bias else None
+    weights = torch.cat([y.weight[:, 0] for y in convolutions]), bias, layer.o_norm.weight
+    options = {"norm_eps": layer.o_norm.eps, "allow_neg_eigval": layer.allow_neg_eigval, "cu_seqlens": cu_seqlens}
+    options["norm_activation"] = "sigmoid" if layer.o_norm.activation == "sigmoid" else "silu"
+
+    def run(x):
+        mixed = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], -1)
+        z = layer.g_proj(x).unflatten(-1, (layer.num_v_heads, -1))
+        gates = layer.a_proj(x), layer.b_proj(x)
+        rates, sizes = (layer.A_log, layer.dt_bias), (layer.num_heads, layer.head_k_dim)
+        return layer.o_proj(test_region.formula(mixed, z, *gates, *weights, *rates, *sizes, **options)[0].flatten(-2))
+
+    if attention_mask is None:
+        y = run(x)
+    else:
+        rows = [run(row[mask][None]) for row, mask in zip(x, attention_mask, strict=True)]
+        y = torch.cat([F.pad(row, (0, 0, x.shape[1] - row.shape[1], 0)) for row in rows])
+    found = torch.autograd.grad((y * torch.linspace(-1, 1, 64, device=x.device)).sum(), list(parameters.values()))
+    return {"y": y, **dict(zip(parameters, found, strict=True))}
+
+
+WHOLE = {
+    "plain": {},
+    "sigmoid, bias, W = 3": {"output_gate_activation": "sigmoid", "conv_bias": True, "conv_size": 3},
+    "as many heads": {"num_v_heads": 2, "allow_neg_eigval": True},
+}
+
+
+@pytest.mark.parametrize("kind", ("batch", "padded", "packed"))
+@pytest.mark.parametrize("name", WHOLE)
+def test_region_of_a_layer(name, kind, device, integration, caplog):
+    """Convolutions, delta rule and norm of flash_qla, forward and backward; results and all gradients beside the plain
+    formula."""
+    fla_layer._say.cache_clear()
+    layer = whole_layer(device, **WHOLE[name])
+    x, arguments = layer_inputs(kind, device)
+    with Ran() as ran, TorchActivations() as in_torch, caplog.at_level("INFO", "fla.flash_qla"):
+        actual = run_layer(layer, x, **arguments)
+    assert ran.ops[:5] == REGION and sorted(ran.ops[5:]) == sorted(REGION_BACKWARD) and not in_torch.names
+    assert caplog.messages == ["flash_qla runs convolutions, delta rule and norm of GatedDeltaNet"]
+    for part, wanted in run_in_fp64(layer, x, **arguments).items():
+        assert relative_error(actual[part], wanted) < 5e-2, part
+
+
+def test_cache_of_a_layer(device, integration):
+    """A prefill leaves FLA's cache: windows of W inputs, and the state."""
+    utils = pytest.importorskip("fla.models.utils", reason="FLA's models (flash-linear-attention) are not installed")
+    layer, cache = whole_layer(device).eval(), utils.Cache()
+    x, _ = layer_inputs("batch", device)
+    with torch.no_grad(), Ran() as ran:
+        y, _, found = layer(x, past_key_values=cache, use_cache=True)
+    assert ran.ops == REGION and found is cache and torch.equal(y, run_layer(layer, x)["y"])
+    windows, states = (cache[0][x] for x in ("conv_state", "recurrent_state"))
+    for part, window in zip("qkv", windows, strict=True):
+        assert torch.equal(window, getattr(layer, f"{part}_proj")(x)[:, -4:].mT)
+    assert states.shape == (2, 4, 128, 64) and states.any()
+
+
+class Adapted(torch.nn.Module):
+    """A part in another, as LoRA and quantization have it."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, *args, **kwargs):
+        return self.part(*args, **kwargs)
+
+
+def change_hook(layer):
+    layer.q_conv1d.register_forward_hook(lambda *args: None)
+
+
+def change_forward(layer):
+    layer.v_conv1d.forward = layer.v_conv1d.forward
+
+
+def change_part(layer):
+    layer.k_conv1d = Adapted(layer.k_conv1d)
+
+
+def change_norm(layer):
+    layer.o_norm = torch.nn.RMSNorm(128)
+
+
+CHANGES = {
+    "the delta rule alone (q_conv1d is hooked)": (change_hook, {}),
+    "the delta rule alone (v_conv1d is hooked)": (change_forward, {}),
+    "the delta rule alone (k_conv1d is a Adapted, not a ShortConvolution)": (change_part, {}),
+    "the delta rule alone (o_norm is a RMSNorm, not a FusedRMSNormGated)": (change_norm, {}),
+    "the delta rule alone (q_conv1d is 5 taps wide)": (lambda layer: None, {"conv_size": 5}),
+    "the delta rule alone (the layer has no gated norm)": (lambda layer: None, {"use_gate": False}),
+    "the delta rule alone (the layer has no convolution)": (lambda layer: None, {"use_short_conv": False}),
+    "the delta rule alone (its dtype is torch.float32)": (lambda layer: layer.float(), {}),
+    "nothing (K = 60 and V = 120)": (lambda layer: None, {"head_dim": 60}),
+    "nothing (FLA_FLASH_QLA=0)": (lambda layer: None, {}),
+}
+
+
+@pytest.mark.parametrize("text", CHANGES)
+@pytest.mark.filterwarnings("ignore:ShortConvolution is crucial")
+def test_layers_of_other_parts(text, integration, monkeypatch, caplog):
+    """FLA's own forward runs, and the log says why."""
+    fla_layer._say.cache_clear()
+    change, sizes = CHANGES[text]
+    layer = whole_layer("cpu", **sizes)
+    change(layer)
+    if "FLA_FLASH_QLA" in text:
+        monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    calls = []
+    x, _ = layer_inputs("batch", "cpu")
+    with caplog.at_level("INFO", "fla.flash_qla"), monkeypatch.context() as patch:
+        patch.setattr(fla_layer, "_their_forward", lambda *args, **kwargs: calls.append((args, kwargs)) or "theirs")
+        assert layer(x, use_cache=True, cu_seqlens=None) == layer(x, use_cache=True, cu_seqlens=None) == "theirs"
+    assert len(calls) == 2 and calls[0][0][:2] == (layer, x) and calls[0][1] == {"cu_seqlens": None}
+    assert caplog.messages == [f"flash_qla runs {text} of GatedDeltaNet"]
+
+
+def test_decoding_keeps_the_forward(integration, monkeypatch):
+    """Few tokens without gradients, and what continues a cache."""
+    layer = whole_layer("cpu").eval()
+    x, _ = layer_inputs("batch", "cpu")
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr(fla_layer, "_their_forward", lambda *args, **kwargs: "theirs")
+        assert layer(x[:, :64]) == "theirs" != layer(x[:, :65])
+        assert layer(x, past_key_values=[{"conv_state": (), "recurrent_state": None}]) == "theirs"
+
+
+def test_the_forward_is_restored():
+    theirs = fla_layer._LAYER.forward
+    for _ in range(2):
+        use_flash_qla()
+        assert fla_layer._LAYER.forward is fla_layer.forward is not theirs
+    restore()
+    assert fla_layer._LAYER.forward is theirs
 
 
 @pytest.mark.parametrize("name", ["128/128", "96/192, allow_neg_eigval"])
@@ -612,7 +772,7 @@ def test_layer_continues(name, integration, device):
     cache = utils.Cache()
     with torch.no_grad(), Ran() as ran:
         pieces = [layer(piece, past_key_values=cache, use_cache=True)[0] for piece in x.split([70, 10], dim=1)]
-    assert ran.ops == [INFERENCE, DECODING]
+    assert ran.ops == [*([INFERENCE] if device == "cpu" else REGION), DECODING]
     whole = run_layer_naively(layer, x)["y"]
     exact = run_layer_naively(copy.deepcopy(layer).float(), x.float())["y"].double()
     error = relative_error(torch.cat(pieces, 1), exact)

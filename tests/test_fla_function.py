@@ -1,9 +1,15 @@
 """FLA's functions on flash_qla, which programs import in FLA's place. They need no FLA."""
 
+import itertools
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import accuracy
 import published_ranks
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import GRADIENT_OF, Case, cumulative_gates, make_gradients, make_inputs, reference_gradients, reference_of
 from ranks import run_on_ranks
 from subprocesses import run_python
@@ -14,6 +20,7 @@ from flash_qla.integrations.fla import chunk_gated_delta_rule
 
 TENSORS = ("q", "k", "v", "g", "beta")
 PACKED = Case(lengths=(70, 0, 3), state_v_first=True)
+TRAINING = Path(__file__).parent.parent / "docs/training.md"
 
 
 def inputs_of(case: Case) -> tuple[list[torch.Tensor], dict]:
@@ -120,6 +127,33 @@ def test_call_of_torchtitan(lengths, how, device):
     found = {GRADIENT_OF[name]: x for name, x in zip(leaves, found, strict=True)}
     expected = reference_gradients(inputs, **gradients)
     accuracy.check_gradients(found, expected, dtype=case.dtype, case=case, g_cumsum=cumulative_gates(inputs))
+
+
+def samples_of_torchtitan() -> dict:
+    """The functions that docs/training.md defines for torchtitan."""
+    (sample,) = re.findall(r"^def convolve.*?(?=^qwen3_5)", TRAINING.read_text(), re.MULTILINE | re.DOTALL)
+    names = {"causal_conv1d": flash_qla.causal_conv1d, "gated_rms_norm": flash_qla.gated_rms_norm}
+    exec(sample, names)
+    return names
+
+
+def test_convolution_and_norm_of_torchtitan(device):
+    """They compute what torchtitan 0.3.0 documents: a convolution with SiLU that begins anew at each document, and
+    silu(gate) * weight * norm(x)."""
+    generator = torch.Generator().manual_seed(0)
+    x, gate = torch.randn(2, 1, 75, 24, generator=generator).to(device, torch.bfloat16)
+    weight, offsets = torch.randn(24, 1, 4, generator=generator).to(device, torch.bfloat16), [0, 70, 70, 75]
+    samples, cu_seqlens = samples_of_torchtitan(), torch.tensor(offsets, device=device)
+    found = samples["convolve"](x, weight, cu_seqlens, cu_seqlens.cpu())
+    for begin, end in itertools.pairwise(offsets):
+        padded = F.pad(x[:, begin:end].double().mT, (3, 0))
+        expected = F.silu(F.conv1d(padded, weight.double(), groups=24)).mT if end > begin else x[:, :0].double()
+        torch.testing.assert_close(found[:, begin:end].double(), expected, rtol=5e-3, atol=1e-3)
+    layer = SimpleNamespace(weight=torch.randn(8, generator=generator).to(device), eps=1e-6)
+    x, gate = (y.unflatten(-1, (3, 8)) for y in (x, gate))
+    norm = F.rms_norm(x.double(), (8,), layer.weight.double(), layer.eps)
+    y = samples["normalize"](layer, x, gate)
+    torch.testing.assert_close(y.double(), norm * F.silu(gate.double()), rtol=5e-3, atol=1e-3)
 
 
 def test_context():

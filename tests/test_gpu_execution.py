@@ -238,6 +238,7 @@ WHOLE_SEQUENCES = (
     *("chunk_gated_delta_rule_packed", "chunk_gated_delta_rule_packed_bwd"),
     *("causal_conv1d", "causal_conv1d_bwd", "gated_rms_norm", "gated_rms_norm_bwd"),
     *("gated_delta_net", "gated_delta_net_bwd"),
+    *("prefill_causal_conv1d", "prefill_gated_delta_net"),
 )
 
 

@@ -38,7 +38,8 @@ def arguments_of(name: str, device: str) -> dict:
         results = op_of(first)(**{x.name: known[x.name] for x in op_of(first)._schema.arguments if x.name in known})
         known |= {x.name: y for x, y in zip(op_of(first)._schema.returns, results, strict=True)}
     if "out" in WRITES[name]:
-        known["out"] = torch.empty_like(call()["o"])
+        results = call()
+        known["out"] = torch.empty_like(results["y" if "y" in results else "o"])
     if "h" in WRITES[name]:
         heads_and_keys = known["state_pool"].shape[1:]
         chunks = (known["q"].shape[1] + 63 * len(known["state_indices"])) // 64
@@ -50,7 +51,8 @@ def test_which_ops_write():
     written = {name: names for name, names in WRITES.items() if names}
     assert written == {
         "prefill_gated_delta_rule": ["state_pool", "checkpoints", "out", "h"],
-        "prefill_causal_conv1d": ["state_pool"],
+        "prefill_causal_conv1d": ["state_pool", "checkpoints"],
+        "prefill_gated_delta_net": ["state_pool", "window_pool", "checkpoints", "window_checkpoints", "out"],
         "decode_gated_delta_rule": ["state_pool", "intermediate_states", "out"],
         "decode_gated_delta_rule_packed": ["state_pool", "intermediate_states", "out"],
         "decode_gated_delta_rule_buffered": ["state_pool", "d_cache", "k_cache", "g_cache", "out"],

@@ -11,7 +11,8 @@ import flash_qla
 
 pytestmark = pytest.mark.usefixtures("errors_change_nothing")
 
-STATES = ("state_pool", "checkpoints", "intermediate_states", "d_cache", "k_cache", "g_cache")
+WINDOWS = ("window_pool", "window_checkpoints")
+STATES = ("state_pool", "checkpoints", "intermediate_states", "d_cache", "k_cache", "g_cache", *WINDOWS)
 
 
 def arguments_of(name: str, device: str, **options) -> dict:
@@ -73,7 +74,7 @@ def test_stride_of_a_single_slot(device, name):
     """No element has it: neither a multiple of 16 bytes nor the size of a state is asked for."""
     arguments = arguments_of(name, device)
     arguments["state_indices"] = torch.tensor([0, -1, -1, -1], device=device)
-    states = {x: arguments[x][:1].clone() for x in STATES if x in arguments and x != "checkpoints"}
+    states = {x: arguments[x][:1].clone() for x in STATES if x in arguments and "checkpoints" not in x}
     expected = {x: y.clone() for x, y in states.items()}
     o = run(name, arguments | expected)
     strided = {x: y.as_strided(y.shape, (13, *y.stride()[1:])) for x, y in states.items()}

@@ -22,6 +22,8 @@ OPS = (
     "decode_gated_delta_rule_buffered",
     "gated_rms_norm",
 )
+REGIONS = ("gated_delta_net", "prefill_gated_delta_net")  # whose functions give z its heads
+
 # Functions of other names than their ops
 FUNCTIONS = {"chunk_gated_delta_rule_fwd": "chunk_gated_delta_rule_intermediates"}
 # Parameters of the functions that the ops do not have
@@ -53,7 +55,7 @@ def parameters_of(op: str) -> list[inspect.Parameter]:
     return [x for x in parameters if x.name not in EXTRA]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", (*OPS, *REGIONS))
 def test_signatures(op):
     """Names, their order, defaults and types."""
     hints = get_type_hints(function_of(op))
@@ -80,7 +82,7 @@ def test_functions_pass_their_arguments_on(op, monkeypatch):
     assert calls == [tuple(given.values())]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", (*OPS, *REGIONS))
 def test_arguments_are_documented(op):
     """The function documents its arguments, or names the function that documents them."""
     documented = flash_qla.chunk_gated_delta_rule.__doc__ + function_of(op).__doc__

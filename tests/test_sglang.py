@@ -2,6 +2,7 @@
 
 import sys
 import types
+from types import SimpleNamespace
 
 import engines
 import pytest
@@ -470,9 +471,52 @@ def test_calls_of_layers(function, call):
     elif name == UPDATE:
         inputs, names = step(call)
         check_update(function, "cpu", inputs, engines.passed(call, names))
+    elif name == "causal_conv1d_fn":
+        check_convolution(function, "cpu", call)
+    elif name == "fused_qkv_split_gdn_prefill":
+        sizes = {"num_q_heads": 2, "num_k_heads": 2, "num_v_heads": 4, "head_q_dim": 8, "head_k_dim": 8}
+        x = torch.randn(7, 80)[:, :64]
+        names = {"mixed_qkv": x, "layer": SimpleNamespace(**sizes, head_v_dim=8)}
+        q, k, v = eval(call, {name: function}, names)
+        assert q.shape == k.shape == (1, 7, 2, 8) and v.shape == (1, 7, 4, 8) and q.data_ptr() == x.data_ptr()
+        assert torch.equal(torch.cat([y.flatten(2) for y in (q, k, v)], 2)[0], x)
     else:
         inputs, names = packed_step()
         engines.check_packed_decode(function, "cpu", inputs, engines.passed(call, names), null_index=-1)
+
+
+def check_convolution(function, device: str, call: str) -> None:
+    arguments = engines.convolution_call(null_index=-1)
+    x, flags = arguments["x"], arguments["has_initial_state"]
+    names = {
+        # A layer transposes before or in the call
+        "mixed_qkv": x.T if "transpose" in call else x,
+        "layer": SimpleNamespace(conv_weights=arguments["weight"], bias=arguments["bias"], activation="silu"),
+        **dict.fromkeys(("conv_states", "conv_states_contig"), arguments["conv_states"]),
+        **dict.fromkeys(("cache_indices", "state_cache_indices", "conv_cache_indices"), arguments["cache_indices"]),
+        "has_initial_states": flags,
+        "forward_batch": SimpleNamespace(extend_prefix_lens=flags.int(), extend_seq_lens_cpu=[5, 0, 70, 3, 1]),
+        "query_start_loc": arguments["query_start_loc"],
+        "self": SimpleNamespace(forward_metadata=SimpleNamespace(query_start_loc=arguments["query_start_loc"])),
+        "conv_kwargs": {},
+        "seq_lens_cpu": [5, 0, 70, 3, 1],
+    }
+    positional, keywords = eval(call.replace("causal_conv1d_fn(", "bound("), {"bound": lambda *x, **y: (x, y)}, names)
+    given = dict(zip(("x", "weight", "bias"), positional, strict=True)) | keywords
+    engines.check_convolution(function, device, arguments, -1, given)
+
+
+@pytest.mark.gpu
+def test_convolution_on_a_gpu():
+    for function, call in (x.values for x in engines.recorded_calls(sglang)):
+        if call.startswith("causal_conv1d_fn"):
+            check_convolution(function, "cuda", call)
+
+
+def test_convolution_of_wider_windows(monkeypatch, caplog):
+    engines.check_convolution_of_the_engine(sglang, engines.convolution_call(-1, columns=5), monkeypatch, caplog)
+    with pytest.raises(NotImplementedError, match="block_table is given"):
+        sglang.causal_conv1d_fn(**engines.convolution_call(-1), block_table=torch.zeros(1), seq_lens_cpu=[1])
 
 
 # Each argument

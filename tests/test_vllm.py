@@ -11,6 +11,7 @@ from cases import Case as PrefillCase
 from engines import APART, DTYPES, SIZES, STATE_DTYPES, indices
 from test_decode import BF16, FP32, Case
 
+import flash_qla
 from flash_qla.integrations import vllm
 
 OPS = "vllm.third_party.flash_linear_attention.ops"
@@ -22,6 +23,7 @@ FUNCTIONS = {
     "fused_recurrent_gated_delta_rule": f"{OPS}.fused_recurrent",
 }
 PACKED, UPDATE, READY = list(FUNCTIONS)[2:]
+CONVOLUTION, PREPARATION = "causal_conv1d_fn", "fused_post_conv_prep"
 
 
 # One token of each sequence, packed
@@ -449,11 +451,121 @@ def test_calls_of_layers(function, call):
     elif name in (UPDATE, READY):
         inputs, names = step(call)
         check_update(function, "cpu", inputs, engines.passed(call, names))
+    elif name == CONVOLUTION:
+        check_convolution(function, "cpu", call)
+    elif name == PREPARATION:
+        conv_output, names = preparation_step()
+        q, k, v, g, beta = function(**engines.passed(call, names))
+        assert torch.equal(torch.cat([x.flatten(1) for x in (q, k, v)], 1), conv_output)
+        assert q.data_ptr() == conv_output.data_ptr() and v.stride(0) == conv_output.stride(0)
+        assert g.shape == beta.shape == (73, 4)
     else:
         expected, names = prefill_step()
         o, final_state = function(**engines.passed(call, names))
         assert relative_error(o, expected.o) < BARS[BF16]
         assert relative_error(final_state, expected.final_state) < BARS[BF16]
+
+
+def check_convolution(function, device: str, call: str) -> None:
+    arguments = engines.convolution_call(null_index=0)
+    names = {
+        "mixed_qkv_non_spec_T": arguments["x"],
+        "conv_weights": arguments["weight"],
+        "self": SimpleNamespace(conv1d=SimpleNamespace(bias=arguments["bias"]), activation="silu"),
+        "conv_state": arguments["conv_states"],
+        "has_initial_state": arguments["has_initial_state"],
+        "non_spec_state_indices_tensor": arguments["cache_indices"],
+        "non_spec_query_start_loc": arguments["query_start_loc"],
+        "attn_metadata": None,
+    }
+    passed = eval(call.replace(f"{CONVOLUTION}(", "bound("), {"bound": lambda *x, **y: (x, y)}, names)
+    positional, keywords = passed
+    given = dict(zip(("x", "weight", "bias"), positional, strict=True)) | keywords
+    engines.check_convolution(function, device, arguments, 0, given)
+
+
+def preparation_step(dtype=BF16) -> tuple[torch.Tensor, dict]:
+    """The result of a convolution [T, D], rows apart, and the names in layers."""
+    generator = torch.Generator().manual_seed(0)
+    conv_output = torch.randn(73, 520, generator=generator).to(dtype)[:, :512]
+    a, b = torch.randn(2, 73, 4, generator=generator).to(dtype)
+    A_log, dt_bias = torch.randn(2, 4, generator=generator)
+    layer = {"A_log": A_log, "dt_bias": dt_bias, "head_k_dim": 64, "head_v_dim": 64}
+    names = {"self": SimpleNamespace(**layer, num_k_heads=4, tp_size=2), "num_k_heads": 2}
+    names |= dict.fromkeys(("dummy_mixed_qkv", "mixed_qkv_non_spec", "conv_output_prefill"), conv_output)
+    names |= {f"{x}{of}": y for x, y in (("a", a), ("b", b)) for of in ("_non_spec", "_prefill")}
+    return conv_output, names | {"dummy_a": a, "dummy_b": b}
+
+
+@pytest.mark.gpu
+def test_convolution_on_a_gpu():
+    calls = [x.values for x in engines.recorded_calls(vllm) if x.values[1].startswith(CONVOLUTION)]
+    for function, call in calls:
+        check_convolution(function, "cuda", call)
+
+
+def test_convolution_of_drafts(monkeypatch, caplog):
+    """With drafts vLLM's windows have columns for them."""
+    engines.check_convolution_of_the_engine(vllm, engines.convolution_call(0, columns=5), monkeypatch, caplog)
+    arguments = engines.convolution_call(0)
+    with pytest.raises(NotImplementedError, match="tables of blocks"):
+        vllm.causal_conv1d_fn(**arguments, initial_state_idx=arguments["cache_indices"])
+
+
+def prepared(device: str, dtype=BF16) -> tuple[dict, dict]:
+    """q, k, v, g and beta as a layer passes them on, and flash_qla's arguments for the same."""
+    _, names = preparation_step(dtype)
+    conv_output, layer = names["conv_output_prefill"].to(device), names["self"]
+    a, b, A_log, dt_bias = (x.to(device) for x in (names["a_prefill"], names["b_prefill"], layer.A_log, layer.dt_bias))
+    found = vllm.fused_post_conv_prep(conv_output, a, b, A_log, dt_bias, 2, 64, 64)
+    q, k, v, *_ = (x[None] for x in found[:3])
+    inside = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "use_qk_l2norm_in_kernel"), True)
+    expected = {"q": q, "k": k, "v": v, "g": a[None], "beta": b[None], "A_log": A_log, "dt_bias": dt_bias} | inside
+    return dict(zip(("q", "k", "v", "g", "beta"), (x.unsqueeze(0) for x in found), strict=True)), expected
+
+
+@pytest.mark.parametrize("into_memory", (False, True))
+@pytest.mark.parametrize("name", ("chunk_gated_delta_rule", "fi_chunk_gated_delta_rule"))
+def test_prefill_of_views(name, into_memory, device):
+    """The prefill applies l2norm and activations to what fused_post_conv_prep returns."""
+    tokens, expected = prepared(device)
+    state, cu_seqlens = torch.randn(2, 4, 64, 64).to(device), torch.tensor([0, 3, 73], device=device)
+    shared = {"initial_state": state, "output_final_state": True, "cu_seqlens": cu_seqlens}
+    arguments = shared | {"use_qk_l2norm_in_kernel": False}
+    kept = torch.empty(1, 4, 64, 64, device=device)
+    if into_memory and name == "chunk_gated_delta_rule":
+        arguments["core_attn_out"] = torch.empty(80 * 4 * 64, dtype=BF16, device=device)
+    elif into_memory:
+        arguments |= {"state_checkpoints": kept, "checkpoint_every_n_tokens": 64}
+    found = getattr(vllm, name)(**tokens, **arguments)
+    o, final_state = flash_qla.chunk_gated_delta_rule(**expected, **shared, state_v_first=True)
+    bar = 0 if device == "cpu" else 5e-3
+    assert relative_error(found[0], o.double()) <= bar
+    assert relative_error(found[1], final_state.double()) <= bar
+    if into_memory and name.startswith("fi"):
+        _, after = flash_qla.chunk_gated_delta_rule(
+            **{x: y[:, 3:67] if torch.is_tensor(y) and y.dim() > 1 else y for x, y in expected.items()},
+            initial_state=state[1:], output_final_state=True, state_v_first=True,
+        )  # fmt: skip
+        assert relative_error(kept, after.double()) <= 5e-3
+
+
+def test_no_other_function_takes_raw_gates():
+    """Sizes can be read, and a dimension added."""
+    g = prepared("cpu")[0]["g"]
+    assert g.shape == (1, 73, 4) and g.dim() == 3 and g.dtype == BF16 and g.device.type == "cpu" and not g.is_cuda
+    for use in (
+        torch.exp,
+        torch.Tensor.float,
+        torch.Tensor.data_ptr,
+        lambda x: x + 1,
+        lambda x: x.data,
+        lambda x: x[0],
+    ):
+        with pytest.raises(NotImplementedError, match="before their activation"):
+            use(g)
+    with pytest.raises(NotImplementedError, match="apply_l2norm is False and output_g_exp False"):
+        vllm.fused_post_conv_prep(torch.zeros(1, 12), *torch.zeros(4, 1, 1), 1, 4, 4, apply_l2norm=False)
 
 
 def test_too_few_gates():

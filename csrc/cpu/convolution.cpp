@@ -20,6 +20,8 @@ constexpr int64_t kMostColumns = 4;
 // Tokens [begin, end) of sequence n, rows of x over the flattened batch.
 struct Span {
   int64_t n, begin, end;
+
+  int64_t length() const { return end - begin; }
 };
 
 std::vector<Span> list_spans(const Convolution& call) {
@@ -34,33 +36,19 @@ std::vector<Span> list_spans(const Convolution& call) {
   return spans;
 }
 
-// The slots of each sequence's final and initial window. kNoState: none, or zeros.
-struct WindowSlots {
-  std::vector<int64_t> last, first;
-};
-
-WindowSlots list_slots(const Convolution& call, const std::vector<Span>& spans) {
-  WindowSlots found;
-  const cpu::Indices indices(call.state_indices);
-  cpu::Slots pool(call.op, call.on_pool() ? call.initial_state->size(0) : 0, call.null_index);
-  for (const auto& [n, begin, end] : spans) {
-    int64_t last = n, first = call.initial_state ? n : kNoState;
-    if (call.on_pool()) {
-      const std::string name = cpu::entry("state_indices", n);
-      last = first = pool.checked(name, indices(n));
-      const auto& flags = call.has_initial_state;
-      if (flags && !flags->const_data_ptr<bool>()[n * flags->stride(0)]) {
-        first = kNoState;
-      }
-      if (first != kNoState && begin == end) {
-        last = kNoState;  // the window stays, and another sequence may have the slot
-      }
-      if (last != kNoState) {
-        pool.write(name, last, n);
-      }
+// The slots of final and initial windows, without a pool the sequences' numbers.
+cpu::SequenceSlots list_slots(const Convolution& call, const std::vector<Span>& spans) {
+  if (call.pool) {
+    std::vector<int64_t> lengths;
+    for (const Span& span : spans) {
+      lengths.push_back(span.length());
     }
-    found.last.push_back(last);
-    found.first.push_back(first);
+    return cpu::list_slots(call.op, *call.pool, lengths, call.names.checkpoints);
+  }
+  cpu::SequenceSlots found;
+  for (const Span& span : spans) {
+    found.last.push_back(span.n);
+    found.first.push_back(call.initial_state ? span.n : kNoState);
   }
   return found;
 }
@@ -142,7 +130,7 @@ template <typename T, typename CT>
 struct Inputs {
   const Convolution& call;
   std::vector<Span> spans;
-  WindowSlots slots;
+  cpu::SequenceSlots slots;
   Rows<T> x;
   Windows initial;
 
@@ -213,21 +201,32 @@ void convolve_tile(const Inputs<T, CT>& in, int64_t first, int64_t last, const B
   }
 }
 
-// The final windows: the last rows of the initial ones and the tokens.
+// The final windows and the checkpoints: the last rows of the initial ones and the tokens.
 template <typename T, typename CT>
 void store_windows(const Inputs<T, CT>& in, const Tensor& final_state) {
   const Convolution& call = in.call;
   const Windows last(final_state, final_state.mutable_data_ptr());
+  const bool has_rows = call.pool && call.pool->checkpoints;
+  const Windows kept = has_rows ? Windows(*call.pool->checkpoints, call.pool->checkpoints->mutable_data_ptr()) : last;
   in_parallel(call.op, call.N, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       const Span& span = in.spans[n];
       for (int64_t d = 0; in.slots.last[n] != kNoState && d < call.D; ++d) {
-        CT window[kMostColumns];
+        CT initial[kMostColumns];  // read before a checkpoint, or the final window, may replace it
         for (int64_t i = 0; i < call.columns; ++i) {
-          window[i] = in.element(span, span.end - span.begin - call.columns + i, d);
+          initial[i] = in.element(span, i - call.columns, d);
         }
-        for (int64_t i = 0; i < call.columns; ++i) {
-          last.set(in.slots.last[n], d, i, window[i]);
+        // Stores the window after so many tokens.
+        const auto store = [&](const Windows& to, int64_t slot, int64_t tokens) {
+          for (int64_t i = 0; slot != kNoState && i < call.columns; ++i) {
+            const int64_t row = tokens - call.columns + i;
+            to.set(slot, d, i, row >= 0 ? in.element(span, row, d) : initial[call.columns + row]);
+          }
+        };
+        store(last, in.slots.last[n], span.length());
+        int64_t tokens = 0;
+        for (const int64_t place : in.slots.checkpoints.empty() ? std::vector<int64_t>() : in.slots.checkpoints[n]) {
+          store(kept, place, tokens += call.pool->checkpoint_every);
         }
       }
     }
@@ -265,7 +264,7 @@ void convolve_block_backward(const Inputs<T, CT>& in, const Rows<T>& dy, const B
   CT* const dh0 = call.initial_state ? out.dh0.mutable_data_ptr<CT>() : nullptr;
   CT dweight[kMostColumns][kBlock] = {}, dbias[kBlock] = {};
   for (const Span& span : in.spans) {
-    const int64_t length = span.end - span.begin;
+    const int64_t length = span.length();
     // The gradient of a row by the final window, which may still have it
     const auto of_final = [&](int64_t row, int64_t d) {
       const int64_t column = row + columns - length;
@@ -339,13 +338,11 @@ ConvolutionGradients run_backward(const Convolution& call) {
 }  // namespace
 
 void check_window_slots(const Convolution& call) {
-  Convolution on_cpu = call;
-  for (std::optional<Tensor>* const tensor : {&on_cpu.state_indices, &on_cpu.has_initial_state, &on_cpu.cu_seqlens}) {
-    if (*tensor) {
-      *tensor = to_cpu(**tensor);
-    }
+  if (call.pool) {
+    Convolution on_cpu = call;
+    on_cpu.pool = cpu::with_tables_on_cpu(*call.pool);
+    list_slots(on_cpu, list_spans(on_cpu));
   }
-  list_slots(on_cpu, list_spans(on_cpu));
 }
 
 ConvolutionOutputs convolve_cpu(Convolution call) {
@@ -354,6 +351,11 @@ ConvolutionOutputs convolve_cpu(Convolution call) {
   ConvolutionOutputs out;
   with_types(call.dtype, [&]<typename T, typename CT>() { out = run<T, CT>(call); });
   return out;
+}
+
+void store_windows_cpu(Convolution call) {
+  make_canonical(call);
+  with_types(call.dtype, [&]<typename T, typename CT>() { store_windows(Inputs<T, CT>(call), *call.initial_state); });
 }
 
 ConvolutionGradients convolve_backward_cpu(Convolution call) {

@@ -41,12 +41,6 @@ struct NormRow {
   }
 };
 
-void make_readable(NormCall& call) {
-  for (Tensor* x : {&call.o, &call.z}) {
-    make_contiguous(call.op, *x, call.dtype);
-  }
-}
-
 template <typename T, typename CT>
 void normalize(const NormCall& call, T* y) {
   const T *o = call.o.const_data_ptr<T>(), *z = call.z.const_data_ptr<T>();
@@ -111,15 +105,13 @@ void differentiate(const NormCall& call, const NormGradients& out) {
 }  // namespace
 
 Tensor gated_rms_norm_cpu(NormCall call) {
-  make_readable(call);
-  Tensor y = new_empty(call.op, call.o, call.o.sizes(), call.dtype);
+  Tensor y = allocate_y(call);
   with_types(call.dtype, [&]<typename T, typename CT>() { normalize<T, CT>(call, y.mutable_data_ptr<T>()); });
   return y;
 }
 
 NormGradients gated_rms_norm_backward_cpu(NormCall call) {
-  make_readable(call);
-  make_contiguous(call.op, call.grad_y, call.dtype);
+  make_readable(call, call.grad_y);
   NormGradients out = allocate_gradients(call);
   with_types(call.dtype, [&]<typename T, typename CT>() { differentiate<T, CT>(call, out); });
   return out;

@@ -3,10 +3,11 @@
 
 #include <map>
 #include <string>
+#include <vector>
 
-#include "call.h"
 #include "checks.h"
 #include "layout.h"
+#include "prefill.h"
 
 namespace flash_qla::cpu {
 
@@ -84,5 +85,20 @@ class Slots {
   int64_t slots_, null_index_;
   std::map<int64_t, Users> users_;
 };
+
+// The slots of each sequence's last and first state, and those of its checkpoints, or their rows. kNoState: no slot; as
+// the first state, zeros.
+struct SequenceSlots {
+  std::vector<int64_t> last, first;
+  std::vector<std::vector<int64_t>> checkpoints;
+};
+
+// Throws unless each slot exists, and no other sequence uses a slot that one writes. lengths: tokens of each sequence;
+// `checkpoints`: the name of that argument.
+SequenceSlots list_slots(const char* op, const PoolArguments& pool, const std::vector<int64_t>& lengths,
+                         const char* checkpoints = "checkpoints");
+
+// The same arguments, with tables on the CPU.
+PoolArguments with_tables_on_cpu(PoolArguments pool);
 
 }  // namespace flash_qla::cpu

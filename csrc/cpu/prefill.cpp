@@ -16,69 +16,28 @@ namespace flash_qla {
 
 namespace {
 
-// The slots of each sequence's last and first state. kNoState: no slot; as the first state, zeros.
-struct SequenceSlots {
-  std::vector<int64_t> last, first;
-};
-
-SequenceSlots list_slots(const PrefillCall& call, const std::vector<cpu::Sequence>& sequences, cpu::Slots& pool) {
-  const cpu::Indices indices(call.state_indices), first_indices(call.initial_indices());
-  const bool* const has_state = call.has_initial_state ? call.has_initial_state->const_data_ptr<bool>() : nullptr;
-  const int64_t step = call.has_initial_state ? call.has_initial_state->stride(0) : 0;
-  SequenceSlots found;
+cpu::SequenceSlots list_slots(const PrefillCall& call, const std::vector<cpu::Sequence>& sequences) {
+  std::vector<int64_t> lengths;
   for (const cpu::Sequence& sequence : sequences) {
-    const int64_t n = sequence.index;
-    const std::string name = cpu::entry("state_indices", n);
-    int64_t last = pool.checked(name, indices(n)), first = kNoState;
-    if (last != kNoState && (!call.has_initial_state || has_state[n * step])) {
-      const std::string first_name = call.initial_state_indices ? cpu::entry("initial_state_indices", n) : name;
-      first = pool.checked(first_name, first_indices(n));
-      if (first != kNoState && sequence.begin == sequence.end) {
-        first = last = kNoState;  // the state stays, and another sequence may have the slot
-      }
-      if (first != kNoState && first != last) {
-        pool.read(first_name, first, n);
-      }
-    }
-    if (last != kNoState) {
-      pool.write(name, last, n);
-    }
-    found.last.push_back(last);
-    found.first.push_back(first);
+    lengths.push_back(sequence.length());
   }
-  return found;
+  return cpu::list_slots(call.op, call, lengths);
 }
 
-// The places of the states after checkpoint_every tokens, after twice as many, and so on.
-cpu::Checkpoints list_checkpoints(const PrefillCall& call, const std::vector<cpu::Sequence>& sequences,
-                                  const std::vector<int64_t>& slots, cpu::Slots& pool) {
-  const Tensor& to = call.checkpoints ? *call.checkpoints : call.state_pool;
-  cpu::Checkpoints found{
-      .every = call.checkpoint_every, .rounds = call.batch_invariant, .to = writable_floats_of(to), .places = {}};
-  const cpu::Indices indices(call.checkpoint_indices);
-  int64_t row = 0;  // row of checkpoints
-  for (const cpu::Sequence& sequence : sequences) {
-    const int64_t n = sequence.index, count = sequence.length() / call.checkpoint_every;
-    std::vector<int64_t> places(count, kNoState);
-    for (int64_t j = 0; j < count; ++j, ++row) {
-      if (slots[n] == kNoState) {
-        continue;
-      }
-      int64_t index = row;
-      if (call.checkpoints) {
-        cpu::checked_index(call.op, "the number of a state of checkpoints", row, 0, to.size(0) - 1);
-      } else {
-        const std::string name = cpu::entry("checkpoint_indices", n, j);
-        index = j < indices.columns ? pool.checked(name, indices(n, j)) : kNoState;
-        if (index != kNoState) {
-          pool.write(name, index, n);
-        }
-      }
-      places[j] = index == kNoState ? kNoState : index * to.stride(0);
-    }
-    found.places.push_back(std::move(places));
+cpu::Checkpoints checkpoints_of(const PrefillCall& call, std::vector<std::vector<int64_t>> places) {
+  if (call.checkpoint_every == 0) {
+    return {};
   }
-  return found;
+  const Tensor& to = call.checkpoints ? *call.checkpoints : call.state_pool;
+  for (std::vector<int64_t>& of_sequence : places) {
+    for (int64_t& place : of_sequence) {
+      place = place == kNoState ? kNoState : place * to.stride(0);
+    }
+  }
+  return {.every = call.checkpoint_every,
+          .rounds = call.batch_invariant,
+          .to = writable_floats_of(to),
+          .places = std::move(places)};
 }
 
 // Calls copy(pool, element of the pool, element of `states`) for all elements of the states that have a slot.
@@ -99,12 +58,8 @@ void for_states(const PrefillCall& call, const std::vector<int64_t>& slots, cons
 template <typename T, typename CT>
 Tensor run(PrefillCall& call) {
   const std::vector<cpu::Sequence> sequences = list_sequences(call);
-  cpu::Slots pool(call.op, call.state_pool.size(0), call.null_index);
-  const SequenceSlots slots = list_slots(call, sequences, pool);
-  cpu::Checkpoints checkpoints;
-  if (call.checkpoint_every > 0) {
-    checkpoints = list_checkpoints(call, sequences, slots.last, pool);
-  }
+  cpu::SequenceSlots slots = list_slots(call, sequences);
+  const cpu::Checkpoints checkpoints = checkpoints_of(call, std::move(slots.checkpoints));
 
   call.initial_state = new_empty(call.op, call.q, call.state_shape(), call.compute_dtype);
   zero(*call.initial_state);
@@ -139,19 +94,8 @@ Tensor run(PrefillCall& call) {
 
 void check_prefill_tables(const PrefillCall& call) {
   PrefillCall on_cpu = call;
-  on_cpu.state_indices = to_cpu(on_cpu.state_indices);
-  for (std::optional<Tensor>* tensor :
-       {&on_cpu.initial_state_indices, &on_cpu.checkpoint_indices, &on_cpu.has_initial_state}) {
-    if (*tensor) {
-      *tensor = to_cpu(**tensor);
-    }
-  }
-  const std::vector<cpu::Sequence> sequences = list_sequences(on_cpu);
-  cpu::Slots pool(on_cpu.op, on_cpu.state_pool.size(0), on_cpu.null_index);
-  const std::vector<int64_t> slots = list_slots(on_cpu, sequences, pool).last;
-  if (on_cpu.checkpoint_every > 0) {
-    list_checkpoints(on_cpu, sequences, slots, pool);
-  }
+  static_cast<PoolArguments&>(on_cpu) = cpu::with_tables_on_cpu(call);
+  list_slots(on_cpu, list_sequences(on_cpu));
 }
 
 Tensor prefill_cpu(PrefillCall call) {

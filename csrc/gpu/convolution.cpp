@@ -21,14 +21,15 @@ constexpr int64_t kWarps = 4, kLanes = 32;  // of a CTA, of a warp
 constexpr int64_t kWaves = 4;               // of CTAs on a full card: enough that the last one costs little
 constexpr int64_t kLeastTokens = 8;         // of a warp, which reads W - 1 rows more
 constexpr int64_t kChannelThreads = 128, kSumLanes = 32;
+constexpr int64_t kMostShares = 32;  // CTAs of a sequence and its channels that write checkpoints
 constexpr int64_t kMostChannels = 65535 * kChannelThreads;  // as a grid's second dimension
 
 void check_supported(const Convolution& call) {
   check(call.dtype != ScalarType::Double, call.op,
         "x has dtype float64, expected bfloat16, float16 or float32 on a GPU (float64 runs on the CPU)");
   check(call.D <= kMostChannels, call.op, "x has ", call.D, " channels, expected at most ", kMostChannels, " on a GPU");
-  check(!call.on_pool() || call.initial_state->size(0) <= INT32_MAX, call.op,
-        "state_pool has more slots than 2^31 - 1, the most on a GPU");
+  check(!call.pool || call.initial_state->size(0) <= INT32_MAX, call.op, call.names.pool,
+        " has more slots than 2^31 - 1, the most on a GPU");
   check_gpu(call.op, call.x);
 }
 
@@ -57,7 +58,8 @@ kernels::Window window_of(const std::optional<Tensor>& tensor) {
 }
 
 kernels::ConvInputs inputs_of(const Convolution& call) {
-  const auto& flags = call.has_initial_state;
+  const PoolArguments pool = call.pool.value_or(PoolArguments{});
+  const auto& flags = pool.has_initial_state;
   return {.offsets = index_table(call.cu_seqlens),
           .N = call.N,
           .length = call.T,
@@ -70,9 +72,10 @@ kernels::ConvInputs inputs_of(const Convolution& call) {
                                               : FirstStates::kAll,
           .has_state = data(flags),
           .has_state_stride = flags ? flags->stride(0) : 1,
-          .slots = {.state_indices = index_table(call.state_indices),
-                    .null_index = call.null_index,
+          .slots = {.state_indices = index_table(call.pool ? std::optional(pool.state_indices) : std::nullopt),
+                    .null_index = pool.null_index,
                     .slots = call.initial_state ? call.initial_state->size(0) : call.N},
+          .first_indices = index_table(pool.initial_state_indices),
           .weight = call.weight.const_data_ptr(),
           .bias = data(call.bias),
           .weight_dtype = dtype_code(call.weight),
@@ -109,6 +112,34 @@ kernels::ConvGrid grid_of(const Convolution& call, const auto& facts) {
           .in_pieces = in_pieces};
 }
 
+kernels::WrittenWindow written_windows(const Tensor& tensor) {
+  return {.numbers = tensor.mutable_data_ptr(),
+          .dtype = dtype_code(tensor),
+          .slot = tensor.stride(0),
+          .channel = tensor.stride(1),
+          .column = tensor.stride(2)};
+}
+
+// The final windows and the checkpoints. More CTAs share a sequence with many checkpoints, but not where a checkpoint
+// has rows of the initial window, whose slot another checkpoint may have.
+void launch_windows(const Convolution& call, const kernels::ConvInputs& inputs, const Tensor& last) {
+  const PoolArguments pool = call.pool.value_or(PoolArguments{});
+  const Tensor& kept = pool.checkpoints ? *pool.checkpoints : last;
+  const int64_t every = std::min<int64_t>(pool.checkpoint_every, call.T + 1);  // beyond T: no checkpoint
+  const bool share = every > 0 && every >= call.columns;
+  const int64_t mean_length = call.cu_seqlens ? call.T / std::max<int64_t>(call.N, 1) : call.T;
+  kernels::conv_windows(
+      {.inputs = inputs,
+       .last = written_windows(last),
+       .kept = written_windows(kept),
+       .places = {.checkpoint_indices = index_table(pool.checkpoint_indices), .checkpoint_states = kept.size(0)},
+       .checkpoint_every = every,
+       .x_dtype = dtype_code(call.x),
+       .in_place = call.pool.has_value(),
+       .shares = share ? std::clamp<int64_t>(mean_length / every, 1, kMostShares) : 1},
+      {}, current_stream(call.x));
+}
+
 }  // namespace
 
 ConvolutionOutputs convolve_cuda(Convolution call) {
@@ -117,25 +148,21 @@ ConvolutionOutputs convolve_cuda(Convolution call) {
   make_canonical(call);
   check_contents(call);
   ConvolutionOutputs out = allocate(call);
-  const cudaStream_t stream = current_stream(call.x);
   const kernels::ConvInputs inputs = inputs_of(call);
   const kernels::CausalConv1dParams instance = {.dtype = instance_dtype(call.dtype)};
   kernels::causal_conv1d(
       {.inputs = inputs, .grid = grid_of(call, kernels::facts_of(instance)), .y = out.y.mutable_data_ptr()}, instance,
-      stream);
+      current_stream(call.x));
   if (call.output_final_state) {
-    const Tensor& last = out.final_state;
-    kernels::conv_windows({.inputs = inputs,
-                           .last = {.numbers = last.mutable_data_ptr(),
-                                    .dtype = dtype_code(last),
-                                    .slot = last.stride(0),
-                                    .channel = last.stride(1),
-                                    .column = last.stride(2)},
-                           .x_dtype = dtype_code(call.x),
-                           .in_place = call.on_pool()},
-                          {}, stream);
+    launch_windows(call, inputs, out.final_state);
   }
   return out;
+}
+
+void store_windows_cuda(Convolution call) {
+  const DeviceGuard guard = make_current(call.x);
+  make_canonical(call);
+  launch_windows(call, inputs_of(call), *call.initial_state);
 }
 
 ConvolutionGradients convolve_backward_cuda(Convolution call) {

@@ -138,7 +138,7 @@ void launch(const DecodeRegion& region, const Tensor& y) {
                    .channel = windows.stride(1),
                    .column = windows.stride(2),
                    .columns = convolution.columns},
-       .slots = {.state_indices = index_table(convolution.state_indices),
+       .slots = {.state_indices = index_table(convolution.pool->state_indices),
                  .null_index = rule.null_index,
                  .slots = rule.slots()},
        .state_pool = rule.state_pool.mutable_data_ptr(),

@@ -16,7 +16,7 @@ namespace flash_qla {
 
 namespace {
 
-constexpr int64_t kPieceBytes = 16, kMostLanes = 32;
+constexpr int64_t kMostLanes = 32;
 constexpr size_t kRowDims = 3;  // of the kernels: batch, tokens, heads
 
 void check_supported(const NormCall& call) {
@@ -62,31 +62,14 @@ struct RowDims {
   }
 };
 
-// Whether the kernels can read the tensor where it is; in_pieces: in pieces of 16 bytes.
-bool is_readable(const Tensor& tensor, bool in_pieces) {
-  const int64_t channels = tensor.dim() - 1;
-  if (tensor.size(channels) > 1 && tensor.stride(channels) != 1) {
-    return false;
-  }
-  if (!in_pieces) {
-    return true;
-  }
-  for (int64_t dim = 0; dim < channels; ++dim) {
-    if (tensor.size(dim) > 1 && tensor.stride(dim) * tensor.element_size() % kPieceBytes != 0) {
-      return false;
-    }
-  }
-  return is_aligned(tensor);
-}
-
 // A pass: the instance, and the tensors that it reads.
 class Norm {
  public:
   Norm(const NormCall& call, const std::vector<Tensor*>& tensors)
       : call_(call),
-        vectors_(call.V * static_cast<int64_t>(call.o.element_size()) % kPieceBytes == 0),
+        vectors_(call.reads_pieces()),
         channels_(vectors_ && call.V <= kFewChannels * kMostLanes ? kFewChannels : kManyChannels),
-        dims_(make_readable(tensors)) {}
+        dims_(rows_of(tensors)) {}
 
   // The fields of an instance's parameters.
   template <typename Params>
@@ -132,12 +115,7 @@ class Norm {
  private:
   static constexpr int64_t kFewChannels = 8, kManyChannels = 16;  // per thread; see kernels_tl/instances.py
 
-  RowDims make_readable(const std::vector<Tensor*>& tensors) const {
-    for (Tensor* x : tensors) {
-      if (!is_readable(*x, vectors_)) {
-        make_aligned(call_.op, *x, call_.dtype);
-      }
-    }
+  RowDims rows_of(const std::vector<Tensor*>& tensors) const {
     RowDims found(tensors);
     if (found.sizes.size() <= kRowDims) {
       return found;
@@ -159,7 +137,7 @@ class Norm {
 Tensor gated_rms_norm_cuda(NormCall call) {
   check_supported(call);
   const DeviceGuard guard = make_current(call.o);
-  Tensor y = new_empty(call.op, call.o, call.o.sizes(), call.dtype);
+  Tensor y = allocate_y(call);
   if (call.rows == 0) {
     return y;
   }
@@ -173,6 +151,7 @@ Tensor gated_rms_norm_cuda(NormCall call) {
 NormGradients gated_rms_norm_backward_cuda(NormCall call) {
   check_supported(call);
   const DeviceGuard guard = make_current(call.o);
+  make_readable(call, call.grad_y);
   NormGradients out = allocate_gradients(call);
   if (call.rows == 0) {
     zero(out.dweight);

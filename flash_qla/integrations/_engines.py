@@ -51,6 +51,7 @@ class Replacement:
         self._absent = absent or {}
         self._package, self.run = package, run
         self._originals = {}
+        self._said = set()
         self._is_waiting = False
 
     def use(self) -> None:
@@ -125,6 +126,21 @@ class Replacement:
                 "flash_qla has not been run in %s %s, only in %s; their functions have the same arguments",
                 *(self._package, release, ", ".join(self.run)),
             )
+
+    def call_theirs(self, name: str, reason: str, *args: object, **kwargs: object) -> object:
+        """Call the engine's own function, in whose place ours is; once for each reason, a line of the log says why.
+
+        Raises:
+            NotImplementedError: the function is not in use.
+        """
+        theirs = next((x for (_, of), x in self._originals.items() if of == name), None)
+        if theirs is None:
+            raise NotImplementedError(f"{name}: {reason}")
+        if (name, reason) not in self._said:
+            self._said.add((name, reason))
+            log = logging.getLogger(f"{self._package}.flash_qla")
+            log.info("%s runs its own %s: %s", self._package, name, reason)
+        return theirs(*args, **kwargs)
 
     def _unknown(self, name: str, theirs: object, ours: object) -> RuntimeError:
         came = inspect.signature(theirs) if callable(theirs) else "nothing"
@@ -209,6 +225,42 @@ def packed_decode(module: str, null_index: int) -> Callable:
     function = fused_recurrent_gated_delta_rule_packed_decode
     function.__module__, function.__qualname__ = module, function.__name__
     return function
+
+
+def not_convolved(x, weight, bias, conv_states, query_start_loc, cache_indices, activation) -> str | None:
+    """Why prefill_convolution does not take a call of an engine's causal_conv1d_fn, or None."""
+    tensors = {"conv_states": conv_states, "query_start_loc": query_start_loc, "cache_indices": cache_indices}
+    missing = [name for name, tensor in tensors.items() if tensor is None]
+    if missing:
+        return f"{missing[0]} is None"
+    width, columns = weight.shape[-1], conv_states.shape[-1]
+    if x.dim() != 2 or cache_indices.dim() != 1:
+        return f"x has {x.dim()} dimensions and cache_indices {cache_indices.dim()}, expected 2 and 1"
+    if not 2 <= width <= 4 or columns != width - 1:  # with drafts windows have more columns
+        return f"windows have {columns} columns for {width} taps, expected one less than 2 to 4 taps"
+    if activation not in ("silu", "swish", None):
+        return f"activation is {activation!r}"
+    known = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    others = {y.dtype for y in (weight, bias, conv_states) if y is not None} - {x.dtype, torch.float32}
+    return None if known and not others else f"x has {x.dtype}, the others {', '.join(map(str, others))}"
+
+
+def prefill_convolution(
+    x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, null_index
+):
+    """flash_qla.prefill_causal_conv1d on an engine's tensors, channels before tokens: x and the result [D, T]."""
+    N = query_start_loc.shape[0] - 1
+    y = flash_qla.prefill_causal_conv1d(
+        x.T[None], weight, bias, conv_states, cache_indices[:N], activation=activation, cu_seqlens=query_start_loc,
+        has_initial_state=None if has_initial_state is None else has_initial_state[:N], null_index=null_index,
+    )  # fmt: skip
+    return y[0].T
+
+
+def heads_of(mixed_qkv: torch.Tensor, H_k: int, K: int, V: int) -> tuple[torch.Tensor, ...]:
+    """q, k and v [.., heads, channels], as views of [.., 2 H_k K + H_v V]."""
+    q, k, v = mixed_qkv.split([H_k * K, H_k * K, mixed_qkv.shape[-1] - 2 * H_k * K], -1)
+    return q.unflatten(-1, (H_k, K)), k.unflatten(-1, (H_k, K)), v.unflatten(-1, (-1, V))
 
 
 def number_of_sequences(q: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:

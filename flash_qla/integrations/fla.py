@@ -25,11 +25,19 @@ use_flash_qla registers FLA's backend for flash_qla with other conditions:
   fewer, and which FLA dispatches to no backend;
 - GPUs other than Hopper's run FLA's kernels. FLA's own backend would run flash_qla on Blackwell.
 
+It also replaces the forward of FLA's GatedDeltaNet layer. Where its parts are three ShortConvolution of 2 to 4 taps and
+a FusedRMSNormGated, without hooks and in bf16 or fp16, all between the projections runs in flash_qla, without
+concatenating the projections. Other layers (LoRA or quantization on a part, another norm), and calls that continue a
+cache or decode, keep FLA's parts around flash_qla's delta rule. One line of the log says which parts run, and why:
+logging.getLogger("fla.flash_qla").
+
 FLA_FLASH_QLA=0 in the environment switches flash_qla off inside FLA. Written for fla-core 0.6.0.
 """
 
+import sys
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
@@ -254,7 +262,7 @@ def build_cp_context(
 def use_flash_qla() -> None:
     """Have FLA's chunk_gated_delta_rule, and so FLA's layers, call flash_qla also with activations, with head
     dimensions other than 128, and with context parallelism. FLA's fused_recurrent_gated_delta_rule, which decodes,
-    calls flash_qla, too.
+    calls flash_qla, too. GatedDeltaNet layers also run flash_qla's convolution and norm, as the module says.
 
     FLA's public registry gets this module's backend instead of FLA's own for flash_qla, for the whole process. FLA does
     not ask the registry for fused_recurrent_gated_delta_rule, so FLA's modules get a function that asks it. FLA's
@@ -267,6 +275,9 @@ def use_flash_qla() -> None:
     from flash_qla.integrations import _fla_backend
 
     _fla_backend.use()
+    layer = _layer()
+    if layer is not None:
+        layer.use()
 
 
 def restore() -> None:
@@ -274,3 +285,16 @@ def restore() -> None:
     from flash_qla.integrations import _fla_backend
 
     _fla_backend.restore()
+    layer = _layer()
+    if layer is not None:
+        layer.restore()
+
+
+def _layer() -> ModuleType | None:
+    """The module that replaces the layer's forward; None without FLA's layers, which are another package than its
+    functions, and which FLA imports if it is installed."""
+    if "fla.layers.gated_deltanet" not in sys.modules:
+        return None
+    from flash_qla.integrations import _fla_layer
+
+    return _fla_layer

@@ -8,15 +8,17 @@
 SGLang runs layers in processes of its own. With FLASH_QLA_SGLANG=1 in the environment, SGLang's plugins switch each of
 them on.
 
-The functions replace those that SGLang's Triton backend for these layers calls. They have the same names, arguments and
-meaning, so their signatures are SGLang's. States are [slots, H_v, V, K]; a sequence whose slot is negative has no
-state. With --enable-deterministic-inference the bits of a prefill do not depend on the batch. Other backends stay in
-use: on Hopper, prefill runs FlashInfer unless --linear-attn-prefill-backend is triton.
+The functions replace those that SGLang's Triton backend for these layers calls, and the convolution before a prefill.
+They have the same names, arguments and meaning, so their signatures are SGLang's. States are [slots, H_v, V, K]; a
+sequence whose slot is negative has no state. With --enable-deterministic-inference the bits of a prefill do not depend
+on the batch. Other backends stay in use: on Hopper, prefill runs FlashInfer unless --linear-attn-prefill-backend is
+triton.
 
-Written for SGLang 0.5.12 to 0.5.23. SGLang 0.5.17 has generated text on these functions on an H100: eagerly, in CUDA
-graphs, with the radix cache, with drafts, and with --enable-linear-replayssm. The functions have been compared with the
-kernels of 0.5.23. Other releases have been compared by signatures, and the functions run with the arguments that their
-layers pass.
+Written for SGLang 0.5.12 to 0.5.23. SGLang 0.5.17 has generated text on the functions of the delta rule on an H100:
+eagerly, in CUDA graphs, with the radix cache, with drafts, and with --enable-linear-replayssm. They have been compared
+with the kernels of 0.5.23. Other releases, and causal_conv1d_fn and fused_qkv_split_gdn_prefill in all of them, have
+been compared by signatures, and the functions run with the arguments that their layers pass. Gates and norm stay
+SGLang's, because its other backends take the gates, and the norm is the model's.
 """
 
 import sys
@@ -29,8 +31,11 @@ from flash_qla.integrations._engines import (
     Replacement,
     earlier,
     gates_of,
+    heads_of,
+    not_convolved,
     number_of_sequences,
     packed_decode,
+    prefill_convolution,
     require,
 )
 from flash_qla_environment import is_not_off
@@ -203,6 +208,56 @@ def fused_sigmoid_gating_delta_rule_update(
     )  # fmt: skip
 
 
+def causal_conv1d_fn(
+    x, weight, bias=None, query_start_loc=None, cache_indices=None, has_initial_state=None, conv_states=None,
+    activation="silu", pad_slot_id=-1, **kwargs,
+):  # fmt: skip
+    """SGLang's convolution of a prefill, on windows in a pool. SGLang's own function runs other calls: those with
+    windows of another width, and with keywords besides seq_lens_cpu.
+
+    Args:
+        x: [D, T], the tokens of all sequences.
+        weight: [D, W].
+        bias: [D], or None.
+        query_start_loc: offsets of the sequences, [N + 1].
+        cache_indices: slot of each sequence, [N] or more; of at most pad_slot_id: none.
+        has_initial_state: [N] or more, bool: whether a sequence starts from its window, or from zeros.
+        conv_states: the pool, [slots, D, W - 1], any strides, written in place.
+        activation: "silu", "swish" or None.
+
+    Returns:
+        y, [D, T], in the dtype of x.
+
+    Raises:
+        NotImplementedError: an argument has another value, and SGLang is not there to take the call.
+    """
+    reason = not_convolved(x, weight, bias, conv_states, query_start_loc, cache_indices, activation)
+    others = sorted({*kwargs} - {"seq_lens_cpu"})
+    if reason is None and others:
+        reason = f"{others[0]} is given"
+    if reason is not None:
+        return _replacement.call_theirs(
+            "causal_conv1d_fn", reason, x, weight, bias, query_start_loc, cache_indices, has_initial_state, conv_states,
+            activation, pad_slot_id, **kwargs,
+        )  # fmt: skip
+    return prefill_convolution(
+        x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, pad_slot_id
+    )
+
+
+def fused_qkv_split_gdn_prefill(mixed_qkv, num_q_heads, num_k_heads, num_v_heads, head_q, head_k, head_v):
+    """SGLang's q, k and v of a convolution's result, as views: flash_qla reads them where they are.
+
+    Args:
+        mixed_qkv: [T, 2 H_k K + H_v V], any strides.
+        num_q_heads, num_k_heads, num_v_heads, head_q, head_k, head_v: H_k, H_k, H_v, K, K and V.
+
+    Returns:
+        q, k and v, [1, T, heads, channels].
+    """
+    return heads_of(mixed_qkv[None], num_k_heads, head_k, head_v)
+
+
 _REPLAY = ("cache_ring", "replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta")
 _replacement = Replacement(
     "SGLang 0.5.12 to 0.5.23",
@@ -221,6 +276,10 @@ _replacement = Replacement(
                     fused_sigmoid_gating_delta_rule_update, "match_cutedsl_decode", "lower_bound", *_REPLAY
                 ),
             ),
+        },
+        "sglang.srt.layers.attention.linear.gdn_backend": {
+            "fused_qkv_split_gdn_prefill": (fused_qkv_split_gdn_prefill, None),  # since 0.5.13
+            "causal_conv1d_fn": (causal_conv1d_fn,),
         },
     },
     package="sglang",

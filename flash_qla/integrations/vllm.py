@@ -13,9 +13,15 @@ arguments and meaning, so their signatures are vLLM's. States are [slots, H_v, V
 has no state. With VLLM_BATCH_INVARIANT=1 the bits of a prefill do not depend on the batch. From 0.28.0 on, vLLM's fused
 kernel for drafts stays in use unless VLLM_GDN_DECODE_KERNEL=triton is in the environment.
 
-Written for vLLM 0.22.0 to 0.33.0. vLLM 0.33.0 has generated text on these functions on an H100: eagerly, in CUDA
-graphs, with Inductor, with prefix caching, and with drafts; for OLMo-Hybrid in CUDA graphs. Other releases have been
-compared by signatures, and the functions run with the arguments that their layers pass.
+In a prefill of Qwen3-Next and Qwen3.5 nothing runs between the convolution and the chunk function:
+fused_post_conv_prep returns views and the inputs of the gates, which the chunk function takes. The norm stays vLLM's,
+because it writes in place. One line of the log says which functions are replaced, another says why vLLM's own runs
+where it takes a call instead.
+
+Written for vLLM 0.22.0 to 0.33.0. vLLM 0.33.0 has generated text on the functions of the delta rule on an H100:
+eagerly, in CUDA graphs, with Inductor, with prefix caching, and with drafts; for OLMo-Hybrid in CUDA graphs. Other
+releases, and causal_conv1d_fn and fused_post_conv_prep in all of them, have been compared by signatures, and the
+functions run with the arguments that their layers pass.
 """
 
 import torch
@@ -25,13 +31,123 @@ from flash_qla.integrations._engines import (
     Replacement,
     earlier,
     gates_of,
+    heads_of,
+    not_convolved,
     number_of_sequences,
     packed_decode,
+    prefill_convolution,
     require,
 )
 from flash_qla_environment import is_not_off
 
 _NULL_INDEX = 0
+
+
+class _RawGates(torch.Tensor):
+    """The `a` of a layer in the place of g, with A_log and dt_bias. q and k are then before the l2norm, beta is `b`.
+
+    fused_post_conv_prep returns it, and this module's chunk functions take it apart. Between them a layer adds a
+    dimension, and reads sizes. Anything else raises, so that no other kernel takes the numbers for gates.
+    """
+
+    @classmethod
+    def of(cls, a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> "_RawGates":
+        x = a.as_subclass(cls)
+        x.A_log, x.dt_bias = A_log, dt_bias
+        return x
+
+    def taken(self) -> tuple[torch.Tensor, dict]:
+        """a, and the other arguments of flash_qla's functions."""
+        inside = {"use_gate_in_kernel": True, "A_log": self.A_log, "dt_bias": self.dt_bias}
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor), inside | {"use_beta_sigmoid_in_kernel": True}
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        of = getattr(function, "__self__", None)
+        is_size = function.__name__ == "__get__" and of.__name__ in ("shape", "dtype", "device", "ndim", "is_cuda")
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_size or function in (torch.Tensor.dim, torch.Tensor.size):
+                return function(*args, **(kwargs or {}))
+            if function is torch.Tensor.unsqueeze:
+                return cls.of(function(*args, **(kwargs or {})), args[0].A_log, args[0].dt_bias)
+        raise NotImplementedError(
+            f"{function.__name__} of the gates that flash_qla's fused_post_conv_prep returned: they are before their "
+            "activation, and only flash_qla's prefill takes them"
+        )
+
+
+def causal_conv1d_fn(
+    x, weight, bias, conv_states, query_start_loc, cache_indices=None, has_initial_state=None, activation="silu",
+    pad_slot_id=-1, null_block_id=0, block_idx_first_scheduled_token=None, block_idx_last_scheduled_token=None,
+    initial_state_idx=None, num_computed_tokens=None, block_size_to_align=0, metadata=None, validate_data=False,
+):  # fmt: skip
+    """vLLM's convolution of a prefill, on windows in a pool. vLLM's own function runs other calls: those with windows
+    of another width, as with drafts, and with tables of blocks.
+
+    Args:
+        x: [D, T], the tokens of all sequences.
+        weight: [D, W].
+        bias: [D], or None.
+        conv_states: the pool, [slots, D, W - 1], any strides, written in place.
+        query_start_loc: offsets of the sequences, [N + 1].
+        cache_indices: slot of each sequence, [N] or more; of at most null_block_id: none.
+        has_initial_state: [N] or more, bool: whether a sequence starts from its window, or from zeros.
+        activation: "silu", "swish" or None.
+        pad_slot_id, metadata, validate_data: ignored.
+        block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx, num_computed_tokens,
+            block_size_to_align: only None, and 0.
+
+    Returns:
+        y, [D, T], in the dtype of x.
+
+    Raises:
+        NotImplementedError: an argument has another value, and vLLM is not there to take the call.
+    """
+    blocks = (block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx, num_computed_tokens)
+    reason = not_convolved(x, weight, bias, conv_states, query_start_loc, cache_indices, activation)
+    if any(table is not None for table in blocks):
+        reason = "tables of blocks are given"
+    if reason is not None:
+        given = {name: table for name, table in zip(_BLOCKS, blocks, strict=False) if table is not None}
+        return _replacement.call_theirs(
+            "causal_conv1d_fn", reason, x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state,
+            activation, pad_slot_id, null_block_id, metadata=metadata, validate_data=validate_data,
+            **given | ({"block_size_to_align": block_size_to_align} if given else {}),
+        )  # fmt: skip
+    return prefill_convolution(
+        x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, null_block_id
+    )
+
+
+def fused_post_conv_prep(
+    conv_output, a, b, A_log, dt_bias, num_k_heads, head_k_dim, head_v_dim, apply_l2norm=True, output_g_exp=False
+):
+    """vLLM's split of a convolution's result before a prefill, without a kernel: q, k and v are views of it, and the
+    prefill's kernels compute l2norm and activations. Only this module's prefill takes the result.
+
+    Args:
+        conv_output: [T, 2 H_k K + H_v V], any strides.
+        a, b: [T, H_v], inputs of the gate and of the step size.
+        A_log, dt_bias: parameters of the gate, [H_v].
+        num_k_heads, head_k_dim, head_v_dim: H_k, K and V.
+        apply_l2norm: only True.
+        output_g_exp: only False.
+
+    Returns:
+        q, k, v: [T, heads, channels].
+        g, beta: a and b; a use of g outside of this module raises.
+
+    Raises:
+        NotImplementedError: an argument has another value, and vLLM is not there to take the call.
+    """
+    if apply_l2norm is not True or output_g_exp is not False:
+        reason = f"apply_l2norm is {apply_l2norm} and output_g_exp {output_g_exp}"
+        return _replacement.call_theirs(
+            "fused_post_conv_prep", reason, conv_output, a, b, A_log, dt_bias, num_k_heads, head_k_dim, head_v_dim,
+            apply_l2norm, output_g_exp,
+        )  # fmt: skip
+    return *heads_of(conv_output, num_k_heads, head_k_dim, head_v_dim), _RawGates.of(a, A_log, dt_bias), b
 
 
 def chunk_gated_delta_rule(
@@ -68,10 +184,14 @@ def _prefill(
     scale=None, out=None, checkpoint_every=0, checkpoints=None,
 ):  # fmt: skip
     """o, and the final states in float32 or None. The initial states are not changed."""
+    inside = {}
+    if isinstance(g, _RawGates):
+        g, inside = g.taken()
+        use_qk_l2norm_in_kernel = True
     if out is None and not checkpoint_every and not batch_invariant:
         return flash_qla.chunk_gated_delta_rule(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-            state_v_first=True,
+            state_v_first=True, **inside,
         )  # fmt: skip
     N = number_of_sequences(q, cu_seqlens)
     if initial_state is None:
@@ -83,7 +203,7 @@ def _prefill(
     o = flash_qla.prefill_gated_delta_rule(
         q, k, v, g, beta, states, torch.arange(N, dtype=torch.int32, device=q.device), scale, cu_seqlens,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, checkpoint_every=checkpoint_every, checkpoints=kept,
-        batch_invariant=batch_invariant, out=out,
+        batch_invariant=batch_invariant, out=out, **inside,
     )  # fmt: skip
     if kept is not checkpoints:
         checkpoints.copy_(kept)
@@ -212,6 +332,11 @@ def _decode(q, k, v, gates, pool, scale, cu_seqlens, indices, num_accepted_token
 
 
 _LAYERS = "vllm.model_executor.layers.mamba.gdn"
+_BLOCKS = (
+    *("block_idx_first_scheduled_token", "block_idx_last_scheduled_token", "initial_state_idx"),
+    *("num_computed_tokens", "block_size_to_align"),
+)
+_CONVOLUTION = (earlier(causal_conv1d_fn, *_BLOCKS), causal_conv1d_fn)  # 0.33.0 and releases before it
 _CHECKPOINTS = ("state_checkpoints", "checkpoint_cu_starts", "checkpoint_every_n_tokens", "use_cp")
 _replacement = Replacement(
     "vLLM 0.22.0 to 0.33.0",
@@ -224,10 +349,13 @@ _replacement = Replacement(
             ),
             "fused_recurrent_gated_delta_rule_packed_decode": (fused_recurrent_gated_delta_rule_packed_decode,),
             "fused_sigmoid_gating_delta_rule_update": (fused_sigmoid_gating_delta_rule_update,),
+            "causal_conv1d_fn": _CONVOLUTION,
+            "fused_post_conv_prep": (fused_post_conv_prep,),
         },
         f"{_LAYERS}.olmo_gdn_linear_attn": {
             "chunk_gated_delta_rule": (chunk_gated_delta_rule,),
             "fused_recurrent_gated_delta_rule": (fused_recurrent_gated_delta_rule,),
+            "causal_conv1d_fn": _CONVOLUTION,
         },
     },
     package="vllm",

@@ -3,7 +3,16 @@
 import torch
 
 from flash_qla.ops import schemas
-from flash_qla.ops.fakes import _INDICES, _check, _check_dtype, _check_floating, _check_rank, _check_shape, _fake_of
+from flash_qla.ops.fakes import (
+    _INDICES,
+    _check,
+    _check_dtype,
+    _check_floating,
+    _check_rank,
+    _check_shape,
+    _check_tables,
+    _fake_of,
+)
 
 
 def _check_dtype_like_x(call, name):
@@ -91,12 +100,11 @@ def _fake_convolution_backward(call):
 @_fake_of(schemas.convolution_prefill)
 def _fake_convolution_prefill(call):
     N, W = _check_inputs(call)
-    _check_windows(call, "state_pool", None, W, "[slots, D, W - 1] or [slots, D, W]")
-    _check_dtype(call, "state_indices", _INDICES, None)
-    _check_rank(call, "state_indices", 1, "[N]")
-    rows = call.state_indices.shape[0]
-    _check(call, rows == N, lambda: f"state_indices has {rows} rows, expected {N}, the number of sequences ([N])")
-    if call.has_initial_state is not None:
-        _check_shape(call, "has_initial_state", (N,), "[N]")
-        _check_dtype(call, "has_initial_state", (torch.bool,), None)
+    columns = _check_windows(call, "state_pool", None, W, "[slots, D, W - 1] or [slots, D, W]")
+    _check_tables(call, N)
+    if call.checkpoints is not None:
+        _check_dtype_like_x(call, "checkpoints")
+        _check_shape(
+            call, "checkpoints", (*call.checkpoints.shape[:1], call.x.shape[2], columns), "[total, D, columns]"
+        )
     return call.x.new_empty(call.x.shape)

@@ -363,6 +363,22 @@ def _fake_backward_finish(call):
     return _fake_sums(call, *_check_backward_inputs(call, "initial_state", "dht"))
 
 
+def _check_indices(call, N, tables):
+    """Checks tables of indices with a row a sequence: name of the argument -> symbols, such as "[N, S]"."""
+    for name, symbols in tables.items():
+        table = getattr(call, name)
+        if table is not None:
+            _check_dtype(call, name, _INDICES, None)
+            _check_rank(call, name, len(symbols.split()), symbols)
+            _check(
+                call,
+                table.shape[0] == N,
+                lambda name=name, rows=table.shape[0], symbols=symbols: (
+                    f"{name} has {rows} rows, expected {N}, the number of sequences ({symbols})"
+                ),
+            )
+
+
 def _check_pool(call, N, states, tables, v_first=True, float8=True):
     """Checks states [.., H_v, V, K] and tables of indices with a row a sequence.
 
@@ -383,21 +399,16 @@ def _check_pool(call, N, states, tables, v_first=True, float8=True):
                 _check_floating(call, name)
             _check_rank(call, name, len(symbols.split()), symbols)
             _check_shape(call, name, (*x.shape[:-3], H_v, *((V, K) if v_first else (K, V))), symbols)
-    for name, symbols in tables.items():
-        table = getattr(call, name)
-        if table is not None:
-            _check_dtype(call, name, _INDICES, None)
-            _check_rank(call, name, len(symbols.split()), symbols)
-            _check(
-                call,
-                table.shape[0] == N,
-                lambda name=name, rows=table.shape[0], symbols=symbols: (
-                    f"{name} has {rows} rows, expected {N}, the number of sequences ({symbols})"
-                ),
-            )
+    _check_indices(call, N, tables)
 
 
-def _check_checkpoints(call):
+def _check_tables(call, N):
+    """The checks of csrc/pool.cpp on the tables of a prefill, and on which arguments it has."""
+    indices = {"state_indices": "[N]", "initial_state_indices": "[N]", "checkpoint_indices": "[N, blocks]"}
+    _check_indices(call, N, indices)
+    if call.has_initial_state is not None:
+        _check_dtype(call, "has_initial_state", (torch.bool,), None)
+        _check_shape(call, "has_initial_state", (N,), "[N]")
     every = call.checkpoint_every
     _check(call, every >= 0, lambda: f"checkpoint_every is {every}, expected at least 0")
     given = (call.checkpoint_indices is not None) + (call.checkpoints is not None)
@@ -430,12 +441,8 @@ def _fake_prefill(call):
     N = _check_tokens(call, "g", "beta")
     _check_activations(call, call.v.shape[2])
     states = {"state_pool": "[slots, H_v, V, K]", "checkpoints": "[total, H_v, V, K]"}
-    tables = {"state_indices": "[N]", "initial_state_indices": "[N]", "checkpoint_indices": "[N, blocks]"}
-    _check_pool(call, N, states, tables)
-    if call.has_initial_state is not None:
-        _check_dtype(call, "has_initial_state", (torch.bool,), None)
-        _check_shape(call, "has_initial_state", (N,), "[N]")
-    _check_checkpoints(call)
+    _check_pool(call, N, states, {})
+    _check_tables(call, N)
     _check_h(call, N)
     if call.out is None:
         return call.q.new_empty(call.v.shape)

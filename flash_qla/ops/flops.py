@@ -130,7 +130,11 @@ def _register(flop_counter):
     flop_counter.register_flop_formula(schemas.decode_packed.overloadpacket)(_of_packed_decoding)
     for op, per_tap in ((schemas.convolution, 2), (schemas.convolution_prefill, 2), (schemas.convolution_backward, 4)):
         flop_counter.register_flop_formula(op.overloadpacket)(_of_convolution(op, per_tap))
-    for op, flop, per_tap in ((schemas.region, forward_flop, 2), (schemas.region_backward, backward_flop, 4)):
+    for op, flop, per_tap in (
+        (schemas.region, forward_flop, 2),
+        (schemas.region_prefill, forward_flop, 2),
+        (schemas.region_backward, backward_flop, 4),
+    ):
         flop_counter.register_flop_formula(op.overloadpacket)(_of_region(op, flop, per_tap))
     flop_counter.register_flop_formula(schemas.region_decode.overloadpacket)(_of_decoding_region)
     without_products = (schemas.norm, schemas.norm_backward)

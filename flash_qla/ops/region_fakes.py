@@ -3,7 +3,11 @@
 import math
 
 from flash_qla.ops import schemas
-from flash_qla.ops.convolution_fakes import _fake_convolution, _fake_convolution_backward, _fake_convolution_prefill
+from flash_qla.ops.convolution_fakes import (
+    _fake_convolution,
+    _fake_convolution_backward,
+    _fake_convolution_prefill,
+)
 from flash_qla.ops.fakes import (
     _check,
     _check_device,
@@ -17,6 +21,8 @@ from flash_qla.ops.fakes import (
     _fake_norm,
     _fake_norm_backward,
     _fake_of,
+    _fake_prefill,
+    _parts,
 )
 
 
@@ -125,3 +131,22 @@ def _fake_region_decode(call):
     norm = {"weight": call.norm_weight, "eps": call.norm_eps, "activation": call.norm_activation}
     _fake_norm(_part_of_region(schemas.norm, call, o=v, z=v, **norm))
     return y
+
+
+@_fake_of(schemas.region_prefill)
+def _fake_region_prefill(call):
+    _check_region(call)
+    windows = {"bias": call.conv_bias, "use_silu": True, "state_pool": call.window_pool}
+    windows |= {"checkpoints": call.window_checkpoints, "x": call.mixed, "weight": call.conv_weight}
+    x = _fake_convolution_prefill(_part_of_region(schemas.convolution_prefill, call, **windows))
+    q, k, v = _parts(x, call.num_k_heads, call.head_k_dim, call.z.shape[2])
+    tokens = {"q": q, "k": k, "v": v, "g": call.a, "beta": call.b, "out": None}
+    o = _fake_prefill(_part_of_region(schemas.prefill, call, **tokens, **_ON_REGION))
+    norm = {"weight": call.norm_weight, "eps": call.norm_eps, "activation": call.norm_activation}
+    y = _fake_norm(_part_of_region(schemas.norm, call, o=o, **norm))
+    if call.out is None:
+        return y
+    _check_device(call, "out", "z")
+    _check_dtype(call, "out", (y.dtype,), f"{str(y.dtype).removeprefix('torch.')}, the dtype of z")
+    _check_shape(call, "out", call.z.shape, "[B, T, H_v, V], like z")
+    return y.new_empty((0,))

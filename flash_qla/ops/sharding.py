@@ -47,7 +47,8 @@ _DIMENSIONS = {
     **dict.fromkeys(("initial_window", "final_window", "dwindow", "dwindow0"), _STATES),
     **dict.fromkeys(("conv_weight", "conv_bias", "norm_weight"), _OF_HEADS),
     **dict.fromkeys(("dconv_weight", "dconv_bias", "dnorm_weight"), _OF_HEADS),
-    **dict.fromkeys(("state_pool", "checkpoints", "window_pool", "d_cache", "k_cache", "g_cache"), (None, 1)),
+    **dict.fromkeys(("state_pool", "checkpoints", "d_cache", "k_cache", "g_cache"), (None, 1)),
+    **dict.fromkeys(("window_pool", "window_checkpoints"), (None, 1)),
     "intermediate_states": (None, 2),
     **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state", "checkpoint_indices"), _TABLE),
     **dict.fromkeys(("write_pos", "force_flush"), _TABLE),
@@ -204,7 +205,7 @@ def _register_all(tensor):
         *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
         *(schemas.convolution, schemas.convolution_backward, schemas.convolution_prefill),
         *(schemas.norm, schemas.norm_backward),
-        *(schemas.region, schemas.region_backward, schemas.region_decode),
+        *(schemas.region, schemas.region_backward, schemas.region_prefill, schemas.region_decode),
     )
     try:
         for op in ops:

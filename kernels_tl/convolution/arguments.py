@@ -55,6 +55,7 @@ class ConvInputs(Bundle):
     initial, columns             the windows that sequences start from, W - 1 or W columns
     first_states, has_state      a FirstStates, and a bool for each sequence if it is FLAGGED
     slots                        the slot of each sequence's window, initial or final
+    first_indices                the slots of initial windows; without the table they are those of final ones
     weight, bias                 [D, W] and [D], contiguous, each in its Dtype; a null address is no bias
     """
 
@@ -71,6 +72,7 @@ class ConvInputs(Bundle):
             has_state=address("int32"),
             has_state_stride=T.int64,
             slots=Slots(),
+            first_indices=IndexTable(),
             weight=address(),
             bias=address(),
             weight_dtype=T.int32,
@@ -88,7 +90,7 @@ class ConvInputs(Bundle):
             "ConvInputs",
             extern("ConvSequences", self.offsets.vector(), self.N, self.length, self.tokens),
             self.x.record(),
-            extern("Windows", *windows, self.has_state_stride, self.slots.record()),
+            extern("Windows", *windows, self.has_state_stride, self.slots.record(), self.first_indices.record()),
             extern("ConvFilter", *weights),
             self.D,
             self.use_silu != 0,

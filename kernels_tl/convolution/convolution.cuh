@@ -100,15 +100,17 @@ struct Windows {
   const void* has_state;
   int64_t has_state_stride;
   Slots slots;
+  Table first_indices;
 
   __device__ __forceinline__ Windows(const Window& initial, int columns, int first_states, const void* has_state,
-                                     int64_t has_state_stride, const Slots& slots)
+                                     int64_t has_state_stride, const Slots& slots, const Table& first_indices)
       : initial(initial),
         columns(columns),
         first_states(first_states),
         has_state(has_state),
         has_state_stride(has_state_stride),
-        slots(slots) {}
+        slots(slots),
+        first_indices(first_indices) {}
 
   // Whether a sequence starts from the window in its slot, rather than from zeros.
   __device__ __forceinline__ bool has_initial(int n) const {
@@ -116,7 +118,13 @@ struct Windows {
            (first_states == FirstStates::kFlagged && static_cast<const bool*>(has_state)[n * has_state_stride]);
   }
   // That slot, or kNoState.
-  __device__ __forceinline__ int initial_slot(int n) const { return has_initial(n) ? slots(n) : kNoState; }
+  __device__ __forceinline__ int initial_slot(int n) const {
+    int slot = has_initial(n) ? slots(n) : kNoState;
+    if (slot != kNoState && first_indices) {
+      slot = static_cast<int>(checked_slot(first_indices(n), slots.null_index, slots.slots));
+    }
+    return slot;
+  }
 };
 
 // weight [D, W] and bias [D], contiguous, each in its Dtype. Without a bias its address is null: D is never 0.

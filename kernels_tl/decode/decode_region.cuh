@@ -333,8 +333,7 @@ class DecodeRegion {
                                   .dtype = 0};
     RawToken<Element, L> raw;
     raw.load_keys(of_head, 0, sizes.K);
-    LaneToken<L::kChannels> token;
-    raw.prepare_keys(token, of_head);
+    LaneToken<L::kChannels> token = raw.prepare_keys(of_head);
     const int turns = (share.rows + kDecodeGroupRows - 1) / kDecodeGroupRows;
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
@@ -353,10 +352,15 @@ class DecodeRegion {
       const float v = own < end_row() ? to_float(shared.v[own - share.first_row()]) : 0.f;
       const float out = rows.step(token, v);
       rows.write(state_of(slot, head));
-      send_o(head, rows.is_own_output() ? own : end_row(), out);
+      send_o(head, has_output() ? own : end_row(), out);
     }
   }
 
+  // Whether the lane is the first of those that StateRows::step gives the output of its own row.
+  __device__ __forceinline__ static bool has_output() {
+    using L = typename Rows::L;
+    return L::lane() >= L::kLanes / 2 && L::lane() % (L::kLanes / (2 * L::kRows)) == 0;
+  }
   // Sends o of a row, rounded, to the CTAs with rows of its head; nothing for rows from end_row() on.
   __device__ __forceinline__ void send_o(int head, int row, float o) const {
     const int first = quotient(head * sizes.V, share.inverse_rows);

@@ -156,15 +156,11 @@ class StateRows {
     }
     return out;
   }
-  // Whether the lane is the first of those that have its own row's output.
-  __device__ __forceinline__ static bool is_own_output() {
-    return L::lane() >= L::kLanes / 2 && L::lane() % kLanesOfSum == 0;
-  }
   // Stores `out`, in each lane the output of its own row: the result of step. `dtype` is the Dtype of Bits16.
   template <typename Element>
   __device__ __forceinline__ void write_output(Element* o, float out, int dtype = 0) const {
     const int row = row_ + own_row();
-    if (is_own_output() && row < V_) {
+    if (L::lane() >= L::kLanes / 2 && L::lane() % kLanesOfSum == 0 && row < V_) {
       with_format<Element>(dtype,
                            [=](auto format) { reinterpret_cast<decltype(format)*>(o)[row] = from_float(format, out); });
     }

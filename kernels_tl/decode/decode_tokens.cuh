@@ -65,8 +65,9 @@ class RawToken {
     gate_ = load_gate_bits(tokens.A_log, tokens.dt_bias, tokens.activations, head);
   }
 
-  // Sets all of a token but its gates.
-  __device__ __forceinline__ void prepare_keys(LaneToken<L::kChannels>& token, const DecodeTokens& tokens) const {
+  // A token without its gates.
+  __device__ __forceinline__ LaneToken<L::kChannels> prepare_keys(const DecodeTokens& tokens) const {
+    LaneToken<L::kChannels> token;
     unpack_channels(token.q, q_, tokens.dtype);
     unpack_channels(token.k, k_, tokens.dtype);
     float q_factor = tokens.scale, k_factor = 1.f;
@@ -81,10 +82,10 @@ class RawToken {
       token.q[i] *= q_factor;
       token.k[i] *= k_factor;
     }
+    return token;
   }
   __device__ __forceinline__ LaneToken<L::kChannels> prepare(const DecodeTokens& tokens) const {
-    LaneToken<L::kChannels> token;
-    prepare_keys(token, tokens);
+    LaneToken<L::kChannels> token = prepare_keys(tokens);
     const int activations = tokens.activations;
     token.decay = expf(log_decay(from_bits(a_, activations, Activation::kG), gate_, activations));
     token.beta = step_size(from_bits(b_, activations, Activation::kBeta), activations);
