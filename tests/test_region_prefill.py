@@ -333,7 +333,7 @@ def wrong_arguments(arguments: dict) -> dict[str, dict]:
         | {"window_checkpoints": windows[..., 1:].clone()},
         "out has shape": {"out": torch.empty_like(z[..., 1:])},
         "out has dtype float32, expected bfloat16, the dtype of z": {"out": z.float()},
-        "state_pool shares memory with window_pool": {
+        "window_pool shares memory with state_pool": {
             "window_pool": pool.view(BF16).flatten()[: windows.numel()].view(windows.shape)
         },
         "out shares memory with z": {"out": z},
