@@ -522,7 +522,8 @@ bool add_kernel(const char* name, launches::Kernel kernel, void (*run)(void** ar
 
 }  // namespace emulator
 
-// The CUDA runtime with one Hopper GPU, whose memory is the CPU's.
+// The CUDA runtime with one GPU, whose memory is the CPU's: Hopper's, or of the compute capability that the environment
+// names, such as 8.6. It runs the same code of a kernel whatever its architecture.
 extern "C" {
 
 cudaError_t cudaDriverGetVersion(int* version) {
@@ -537,6 +538,9 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   std::strcpy(properties->name, "emulated");
   properties->major = 9;
   properties->minor = 0;
+  if (const char* const capability = std::getenv("EMULATED_CAPABILITY")) {
+    std::sscanf(capability, "%d.%d", &properties->major, &properties->minor);
+  }
   const char* const sms = std::getenv("EMULATED_SMS");
   properties->multiProcessorCount = sms != nullptr ? std::atoi(sms) : 132;
   properties->clockRate = 1980000;

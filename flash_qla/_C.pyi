@@ -7,6 +7,7 @@ class Kernel:
     name: Final[str]
     kernel: Final[str]
     params: Final[dict[str, str | int | bool]]
+    architecture: Final[str]
     threads: Final[int]
     registers: Final[int]
     static_shared_bytes: Final[int]
@@ -17,6 +18,7 @@ class Kernel:
         "name",
         "kernel",
         "params",
+        "architecture",
         "threads",
         "registers",
         "static_shared_bytes",
@@ -29,9 +31,8 @@ class BuildInfo:
     version: Final[str]
     tilelang: Final[str]
     cuda: Final[str]
-    arch: Final[str]
     torch_target: Final[str]
-    __match_args__ = ("version", "tilelang", "cuda", "arch", "torch_target")
+    __match_args__ = ("version", "tilelang", "cuda", "torch_target")
 
 class Gpu:
     name: Final[str]
@@ -115,6 +116,7 @@ class Override:
 
 def kernels() -> list[Kernel]: ...
 def build_info() -> BuildInfo: ...
+def runs_on(architecture: str, major: int, minor: int) -> bool: ...
 def driver_cuda_version() -> int: ...
 def gpus() -> list[Gpu]: ...
 def cards() -> dict[str, dict[str, int]]: ...
