@@ -6,7 +6,6 @@
 #include <cmath>
 #include <initializer_list>
 #include <limits>
-#include <span>
 #include <utility>
 
 #include "activations.h"
@@ -143,20 +142,18 @@ void make_canonical(Call& call, ScalarType g_dtype) {
   }
 }
 
-// Of the last kernel of each pass
-constexpr std::span<const char* const> kForward = kernels::kChunkForwardArchitectures;
-constexpr std::span<const char* const> kBackward = kernels::kTokenGradientsArchitectures;
-
-void check_pass_on_gpu(const Call& call, std::span<const char* const> architectures) {
+void check_pass_on_gpu(const Call& call) {
   check_supported_on_gpu(call, call.q);
-  check_gpu(call.op, call.q, architectures);
+  if (call.over_ranks) {
+    check_gpu(call.op, call.q, kernels::kSegmentScanArchitectures);
+  }
 }
 
 // Makes the checked arguments ready for the pass. `raw_gates`: g is the input of the gate, in any dtype.
-void prepare(Call& call, bool raw_gates, std::span<const char* const> architectures) {
+void prepare(Call& call, bool raw_gates) {
   const bool on_gpu = call.q.is_cuda();
   if (on_gpu) {
-    check_pass_on_gpu(call, architectures);
+    check_pass_on_gpu(call);
   }
   make_canonical(call, raw_gates ? call.g.scalar_type() : call.compute_dtype);
   if (on_gpu && call.varlen && contents_are_checked()) {
@@ -203,14 +200,14 @@ void check_call(const char* op, const Arguments& arguments) {
   Call call{arguments, {.op = op}};
   check_arguments(call);
   if (call.q.is_cuda()) {
-    check_pass_on_gpu(call, kForward);
+    check_pass_on_gpu(call);
   }
 }
 
 Call make_record(const char* op, Arguments arguments) {
   Call call{std::move(arguments), {.op = op}};
   check_arguments(call);
-  prepare(call, call.use_gate, kForward);
+  prepare(call, call.use_gate);
   return call;
 }
 
@@ -227,7 +224,7 @@ BackwardCall make_backward_call(const char* op, BackwardArguments arguments) {
   call.g = call.is_cumulative() ? *call.g_cumsum : *call.g_raw;
   check_arguments(call, call.is_cumulative() ? "g" : "g_raw");
   check_gradients(call);
-  prepare(call, call.use_gate && !call.is_cumulative(), kBackward);
+  prepare(call, call.use_gate && !call.is_cumulative());
   make_gradients_canonical(call);
   check_contents(call);
   return call;

@@ -146,9 +146,9 @@ const char* flash_qla_backward_dispatch(const BackwardShape* shape, BackwardDisp
   });
 }
 
-const char* flash_qla_exchange_overrides(const Override* forward, const Override* backward,
+const char* flash_qla_exchange_overrides(const Override* forward, const Override* backward, const bool* portable,
                                          Overrides* previous) noexcept {
-  return error_of([&] { *previous = exchange_overrides(forward, backward); });
+  return error_of([&] { *previous = exchange_overrides(forward, backward, portable); });
 }
 
 int64_t flash_qla_most_key_dim() noexcept { return kMostKeyDim; }

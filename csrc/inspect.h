@@ -51,7 +51,7 @@ const char* flash_qla_forward_dispatch(const ForwardShape* shape, ForwardDispatc
 const char* flash_qla_backward_dispatch(const BackwardShape* shape, BackwardDispatch* dispatch) noexcept;
 
 // See gpu/override.h.
-const char* flash_qla_exchange_overrides(const Override* forward, const Override* backward,
+const char* flash_qla_exchange_overrides(const Override* forward, const Override* backward, const bool* portable,
                                          Overrides* previous) noexcept;
 
 // The most key channels of a head on a GPU.

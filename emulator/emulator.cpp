@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #undef threadIdx
 #undef blockIdx
@@ -76,6 +77,18 @@ void run_thread() {
 char* const stacks = static_cast<char*>(mmap(nullptr, kStackBytes* kMostThreads, PROT_READ | PROT_WRITE,
                                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
 
+// Pieces that a thread copies (cp.async), until it waits for them.
+struct Piece {
+  void* to;
+  const void* from;  // null: zeros
+  int bytes, group;
+};
+struct Copies {
+  std::vector<Piece> in_flight;
+  int group = 0;  // that the next copy belongs to
+};
+Copies copies_of_threads[kMostThreads];
+
 void run_cta() {
   std::memset(dynamic_shared, 0xff, sizeof dynamic_shared);  // NaN
   races::begin_cta(cta.threads);
@@ -91,6 +104,8 @@ void run_cta() {
     void** const top = reinterpret_cast<void**>(stacks + kStackBytes * (i + 1)) - 2;
     *top = reinterpret_cast<void*>(&run_thread);
     cta.fibers[i] = {top - 6, false};
+    copies_of_threads[i].in_flight.clear();
+    copies_of_threads[i].group = 0;
   }
   while (cta.alive > 0) {
     const uint64_t before = progress;
@@ -387,10 +402,24 @@ void copy_piece(void* to, const void* from, bool is_there, int bytes) {
   if (is_there) {
     check_pieces(from, bytes, bytes);
     races::touch(from);
-    std::memcpy(to, from, bytes);
-  } else {
-    std::memset(to, 0, bytes);
   }
+  Copies& copies = copies_of_threads[thread_index.x];
+  copies.in_flight.push_back({to, is_there ? from : nullptr, bytes, copies.group});
+}
+void commit_copies() { ++copies_of_threads[thread_index.x].group; }
+void wait_for_copies(int in_flight) {
+  Copies& copies = copies_of_threads[thread_index.x];
+  std::erase_if(copies.in_flight, [&](const Piece& piece) {
+    if (piece.group >= copies.group - in_flight) {
+      return false;
+    }
+    if (piece.from != nullptr) {
+      std::memcpy(piece.to, piece.from, piece.bytes);
+    } else {
+      std::memset(piece.to, 0, piece.bytes);
+    }
+    return true;
+  });
 }
 
 void load_bytes(Mbarrier& barrier, void* to, const void* from, int bytes) {

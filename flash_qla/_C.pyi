@@ -92,6 +92,7 @@ class _Options(TypedDict, total=False):
     V: int
     fp16: bool
     over_ranks: bool
+    portable: bool
 
 class _ForwardOptions(_Options, total=False):
     low_level: bool
@@ -128,4 +129,6 @@ def forward_dispatch(
 def backward_dispatch(
     B: int, T: int, N: int, H_k: int, H_v: int, **options: Unpack[_BackwardOptions]
 ) -> BackwardDispatch: ...
-def exchange_overrides(forward: Override | None, backward: Override | None) -> tuple[Override, Override]: ...
+def exchange_overrides(
+    forward: Override | None, backward: Override | None, portable: bool | None
+) -> tuple[Override, Override, bool]: ...

@@ -3,7 +3,7 @@
 Value rows, head counts, batch, lengths and layouts are run-time numbers.
 """
 
-from build_tools.instance import EVERY, SINCE_HOPPER, Instance
+from build_tools.instance import EVERY, HOPPER, SINCE_HOPPER, Instance
 from kernels_tl import config
 from kernels_tl.config import is_wide
 from kernels_tl.convolution import tile as conv_tile
@@ -69,12 +69,18 @@ INSTANCES = [
     Instance("convolution.conv_windows", architectures=EVERY),
     Instance("convolution.conv_gradients", architectures=EVERY),
     # forward
-    *(Instance("matrices.chunk_matrices", types | {"normalize": norm}) for types in TYPES for norm in (False, True)),
+    *(
+        Instance("matrices.chunk_matrices", types | {"normalize": normalize, "portable": portable}, architectures)
+        for portable, architectures in ((False, HOPPER), (True, EVERY))
+        for types in TYPES
+        for normalize in (False, True)
+    ),
     *(
         Instance("states.chunk_forward", types | {"value_tile": tile}, spill_budget=row.spills)
         for types in TYPES
         for tile, row in config.CHUNK_FORWARD[types["K"]].items()
     ),
+    *(Instance("portable.portable_forward", types, EVERY) for types in TYPES),
     *(
         Instance(
             "states.fused_forward",
@@ -126,6 +132,15 @@ INSTANCES = [
         for types in WIDE_TYPES
     ),
     *(Instance("gradients.token_gradients", types, spill_budget=config.TOKEN_GRADIENTS.spills) for types in WIDE_TYPES),
+    *(
+        Instance(f"portable.{kernel}", types, EVERY, spill_budget=tiles[types["K"]].spills)
+        for kernel, tiles in (
+            ("portable_replay", config.PORTABLE_REPLAY),
+            ("portable_replay_gradients", config.PORTABLE_REPLAY_GRADIENTS),
+        )
+        for types in TYPES
+    ),
+    *(Instance("portable.portable_token_gradients", types, EVERY) for types in TYPES),
     Instance("gradients.gate_gradients", architectures=EVERY),
     # the norm after the delta rule
     *(

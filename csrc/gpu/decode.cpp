@@ -1,4 +1,4 @@
-// Decoding on a Hopper GPU: one kernel.
+// Decoding on a GPU: one kernel.
 #include "decode.h"
 
 #include <cstdint>

@@ -240,7 +240,8 @@ void add_functions(py::module_& module) {
 
 N is the number of sequences. low_level: chunk_gated_delta_rule_fwd, which returns A. use_qk_l2norm: the l2norm is
 inside. output_h: the call returns h, which the fused kernel does not write. fp16: the dtype of q. over_ranks: the call
-of a rank in context parallelism.
+of a rank in context parallelism. portable: the kernels that run on every GPU from Ampere on; the cost model does not
+know them.
 
 Of a prefill: batch_invariant and checkpoint_every as in the call. resumable: checkpoints are not at multiples of 64
 tokens, or batch_invariant rounds the state there, because the checkpoints are not in fp32. float8: the pool or the
@@ -254,15 +255,17 @@ inside. fp16: the dtype of q. over_ranks: the call of a rank in context parallel
 call has.)");
   module.def(
       "exchange_overrides",
-      [](const std::optional<Override>& forward, const std::optional<Override>& backward) {
+      [](const std::optional<Override>& forward, const std::optional<Override>& backward,
+         const std::optional<bool>& portable) {
         Overrides previous;
-        raise(flash_qla_exchange_overrides(forward ? &*forward : nullptr, backward ? &*backward : nullptr, &previous));
-        return std::pair(previous.forward, previous.backward);
+        raise(flash_qla_exchange_overrides(forward ? &*forward : nullptr, backward ? &*backward : nullptr,
+                                           portable ? &*portable : nullptr, &previous));
+        return std::tuple(previous.forward, previous.backward, previous.portable);
       },
-      py::arg("forward"), py::arg("backward"),
+      py::arg("forward"), py::arg("backward"), py::arg("portable"),
       R"(Sets the overrides of both dispatches at once, for the process, and returns the previous overrides.
 
-None keeps a direction's override. Raises ValueError for an override that no call can follow. forced_dispatch of
+portable: whether a Hopper GPU runs the kernels that all GPUs have. None keeps an override. Raises ValueError for an override that no call can follow. forced_dispatch of
 flash_qla.testing calls this function, and later restores the overrides that it returned.)");
 }
 

@@ -281,7 +281,11 @@ __device__ __forceinline__ void add_box(const CUtensorMap& map, const void* box,
       "r"(shared_address(box)), "r"(x0), "r"(x1), "r"(x2)
       : "memory");
 }
-__device__ __forceinline__ void fence_boxes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_boxes() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void wait_for_boxes() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void wait_until_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
@@ -296,6 +300,10 @@ __device__ __forceinline__ void store_release(int* to, int x) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 // Orders accesses by instructions with accesses by TMA.
-__device__ __forceinline__ void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
 
 }  // namespace flash_qla::device

@@ -68,9 +68,11 @@ inline void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, 
 
 inline void copy_async(void* to, const void* from, bool there) { emulator::copy_piece(to, from, there, 16); }
 inline void copy_async(uint2* to, const void* from, bool there) { emulator::copy_piece(to, from, there, 8); }
-inline void commit_copies() {}
+inline void commit_copies() { emulator::commit_copies(); }
 template <int kInFlight>
-void wait_for_copies() {}
+void wait_for_copies() {
+  emulator::wait_for_copies(kInFlight);
+}
 inline void prefetch_bytes(const void* from, int bytes) { emulator::check_pieces(from, bytes); }
 inline void prefetch_line(const void*) {}
 
