@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+# Architectures that an instance is compiled for. Code of sm_80 runs on GPUs of compute capability 8.x, of sm_90 on 9.x,
+# of sm_100 on 10.x, of sm_120 on 12.x, and of sm_90a on 9.0 alone.
+HOPPER = ("sm_90a",)  # WGMMA, setmaxnreg
+EVERY = ("sm_80", "sm_90", "sm_100", "sm_120")
+SINCE_HOPPER = EVERY[1:]  # bulk copies that complete at a barrier
+
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "float8": "fp8"}
 
 
@@ -17,13 +23,16 @@ class Instance:
     Attributes:
         module: "<folder>.<kernel>" for kernels_tl/<folder>/<kernel>.py, which has the function <kernel>(**params).
         params: arguments of that function, str, int or bool.
-        spill_budget: bytes of spilled registers (stores + loads) that the build accepts.
+        architectures: HOPPER, EVERY or SINCE_HOPPER.
+        spill_budget: bytes of spilled registers (stores + loads) that the build accepts on Hopper, where the kernels
+            are measured.
         facts: what the host asks of the instance, int or bool: facts_of(params) in C++. All instances of a kernel have
             the same names.
     """
 
     module: str
     params: dict[str, str | int | bool] = field(default_factory=dict)
+    architectures: tuple[str, ...] = HOPPER
     spill_budget: int = 0
     facts: dict[str, int | bool] = field(default_factory=dict)
 

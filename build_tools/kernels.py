@@ -11,9 +11,9 @@ Kernel authors:
   the sources and compiles nothing, which is enough for the emulator.
 
 A full run leaves OUT/kernels.h (argument structs and launchers for the host code, see build_tools/registry.py),
-OUT/launchers.cpp, which embeds each OUT/<instance>.cubin, and OUT/registry.cpp. OUT/<instance>.json has the hash that
-decides whether an instance is up to date. The hash covers sources, parameters, flags and tool versions, but no time
-stamps and absolute paths, so it survives pip's throw-away build environments.
+OUT/launchers.cpp, which embeds each OUT/<instance>.<architecture>.cubin, and OUT/registry.cpp. OUT/<instance>.json has
+the hash that decides whether an instance is up to date. The hash covers sources, parameters, flags and tool versions,
+but no time stamps and absolute paths, so it survives pip's throw-away build environments.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 
 from build_tools import codegen, layout, nvrtc, registry
-from build_tools.instance import Instance
+from build_tools.instance import HOPPER, Instance
 from build_tools.lower import Field
 from build_tools.registry import Compiled, Resources
 from build_tools.toolchain import (
-    ARCH,
     CUDA_VERSION,
     BuildError,
     Toolkit,
@@ -60,8 +60,8 @@ BUILD_SOURCES = [
 ]
 # Constants that device and host code share, and the header that is generated from them
 LAYOUT, LAYOUT_HEADER = "layout.py", "layout.h"
-# The preamble of all kernels is precompiled if at least so many of them are built.
-PRECOMPILED, WORTH_PRECOMPILING = "preamble.pch", 4
+# The preamble is precompiled for an architecture if at least so many instances are built for it.
+WORTH_PRECOMPILING = 4
 # Remarks of ptxas about speed, such as products of WGMMA that wait for each other; they fail the build.
 REMARKS = ("Potential Performance Loss", "setmaxnreg")
 
@@ -85,7 +85,8 @@ class Builder:
         sources = self._imported(instance.module)
         for path in [*sources, *self._included(sources), *BUILD_SOURCES]:
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-        facts = [instance.name, instance.params, self.tilelang, CUDA_VERSION, nvrtc.OPTIONS]
+        compilers = [self.tilelang, CUDA_VERSION, nvrtc.OPTIONS, nvrtc.SHARED_PTX]
+        facts = [instance.name, instance.params, instance.architectures, *compilers]
         digest.update(json.dumps(facts).encode())
         return digest.hexdigest()
 
@@ -127,13 +128,18 @@ class Builder:
                     pending.append(path)
         return [found[name] for name in sorted(found)]
 
+    def cubins(self, instance: Instance) -> dict[str, Path]:
+        """The files with the instance's code, by architecture."""
+        return {arch: self.out / f"{instance.name}.{arch}.cubin" for arch in instance.architectures}
+
     def record(self, instance: Instance) -> dict:
         """The record that build() stored."""
         return json.loads((self.out / f"{instance.name}.json").read_text())
 
     def valid_record(self, instance: Instance) -> dict | None:
         """The record of an earlier build; None if the instance is out of date."""
-        if not all((self.out / f"{instance.name}.{suffix}").is_file() for suffix in ("json", "cubin")):
+        files = [self.out / f"{instance.name}.json", *self.cubins(instance).values()]
+        if not all(file.is_file() for file in files):
             return None
         record = self.record(instance)
         return record if record["hash"] == self.content_hash(instance) else None
@@ -141,9 +147,9 @@ class Builder:
     def build(self, instance: Instance) -> None:
         """Lowers and compiles the instance, and stores the files that record() and write_library() read."""
         name, content_hash = instance.name, self.content_hash(instance)
-        source, cubin = self.out / f"{name}.cu", self.out / f"{name}.cubin"
+        source = self.out / f"{name}.cu"
         record_file, log = self.out / f"{name}.json", self.out / f"{name}.log"
-        for stale in (record_file, cubin, log):
+        for stale in (record_file, log, *self.cubins(instance).values()):
             stale.unlink(missing_ok=True)
 
         start = time.process_time()
@@ -153,7 +159,7 @@ class Builder:
 
         start = time.process_time()
         try:
-            output = self.compiler.compile(source)
+            output = self.compiler.compile(source, instance.architectures)
         except nvrtc.CompileError as error:
             log.write_text(str(error))
             lines = str(error).splitlines()
@@ -161,14 +167,14 @@ class Builder:
             raise BuildError(
                 f"kernel {name} does not compile: {reason}\nits source: {source}, all messages: {log}"
             ) from None
-        log.write_text(output)
-        remarks = [line for line in output.splitlines() if any(r in line for r in REMARKS)]
+        log.write_text("".join(output.values()))
+        remarks = [line for text in output.values() for line in text.splitlines() if any(r in line for r in REMARKS)]
         record = {
             "hash": content_hash,
             "fields": [dataclasses.asdict(field) for field in lowered.fields],
             "block": lowered.block,
             "shared_bytes": lowered.shared_bytes,
-            "resources": dataclasses.asdict(registry.parse_ptxas(output)),
+            "resources": {arch: dataclasses.asdict(registry.parse_ptxas(text)) for arch, text in output.items()},
             "launcher": codegen.launcher(instance, lowered),
             "remarks": remarks,
             "lower_seconds": lower_seconds,
@@ -199,17 +205,21 @@ class Builder:
             [Field(**field) for field in record["fields"]],
             record["block"],
             record["shared_bytes"],
-            Resources(**record["resources"]),
+            {arch: Resources(**used) for arch, used in record["resources"].items()},
         )
 
     def write_library(self, compiled: list[Compiled]) -> None:
         check_uniform(compiled)
         write(self.out / "kernels.h", registry.header(compiled))
-        write(self.out / "registry.cpp", registry.registry(compiled, self.tilelang, CUDA_VERSION, ARCH))
-        names = [item.instance.name for item in compiled]
-        launchers = {item.instance.name: self.record(item.instance)["launcher"] for item in compiled}
-        hashes = {name: hashlib.sha256((self.out / f"{name}.cubin").read_bytes()).hexdigest() for name in names}
-        write(self.out / "launchers.cpp", codegen.launchers(launchers, hashes))
+        write(self.out / "registry.cpp", registry.registry(compiled, self.tilelang, CUDA_VERSION))
+        instances = [item.instance for item in compiled]
+        functions = [self.record(instance)["launcher"] for instance in instances]
+        cubins = {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for instance in instances
+            for path in self.cubins(instance).values()
+        }
+        write(self.out / "launchers.cpp", codegen.launchers(functions, cubins))
 
 
 def write(path: Path, text: str) -> None:
@@ -236,10 +246,10 @@ def check_uniform(compiled: list[Compiled]) -> None:
 
 def check_spills(compiled: list[Compiled]) -> None:
     over = [
-        f"kernel {item.instance.name} spills {item.resources.spill_bytes} bytes,"
-        f" its budget is {item.instance.spill_budget}"
+        f"kernel {item.instance.name} spills {used.spill_bytes} bytes, its budget is {item.instance.spill_budget}"
         for item in compiled
-        if item.resources.spill_bytes > item.instance.spill_budget
+        for arch, used in item.resources.items()
+        if arch.startswith("sm_90") and used.spill_bytes > item.instance.spill_budget
     ]
     if over and not is_on("FLASH_QLA_ALLOW_SPILLS"):
         raise BuildError("\n".join(over) + "\n(FLASH_QLA_ALLOW_SPILLS=1 builds nevertheless)")
@@ -251,14 +261,16 @@ def check_remarks(builder: Builder, instances: list[Instance]) -> None:
         raise BuildError("\n".join(slow))
 
 
-SHARED_BYTES = 227 * 1024  # the most that a CTA on sm_90 has
+# The most shared memory that a CTA has: on Hopper, and on 8.6, 8.9 and 12.0, which have the least.
+HOPPER_SHARED_BYTES, SHARED_BYTES = 227 * 1024, 99 * 1024
 
 
 def check_shared(compiled: list[Compiled]) -> None:
     over = [
-        f"kernel {item.instance.name} takes {taken} bytes of shared memory, a CTA has {SHARED_BYTES}"
+        f"kernel {item.instance.name} takes {taken} bytes of shared memory, a CTA has {most}"
         for item in compiled
-        if (taken := item.shared_bytes + item.resources.static_shared_bytes) > SHARED_BYTES
+        for most in [HOPPER_SHARED_BYTES if item.instance.architectures == HOPPER else SHARED_BYTES]
+        if (taken := item.shared_bytes + item.static_shared_bytes) > most
     ]
     if over:
         raise BuildError("\n".join(over))
@@ -285,16 +297,16 @@ def run(builder: Builder, instance: Instance, errors: multiprocessing.connection
         errors.send(f"kernel {instance.name}: {traceback.format_exc()}")
 
 
-def prepare(builder: Builder, instances: int) -> None:
+def prepare(builder: Builder, instances: list[Instance]) -> None:
     """Imports TileLang and precompiles the preamble, side by side; the forked processes inherit both."""
-    precompiling = threading.Thread(target=builder.compiler.precompile, args=(builder.out / PRECOMPILED,))
-    if instances >= WORTH_PRECOMPILING:
-        precompiling.start()
+    used = Counter(arch for instance in instances for arch in instance.architectures if arch not in nvrtc.SHARED_PTX)
+    files = {arch: builder.out / f"preamble.{arch}.pch" for arch in used if used[arch] >= WORTH_PRECOMPILING}
+    precompiling = threading.Thread(target=builder.compiler.precompile, args=(files,))
+    precompiling.start()
     print("importing TileLang", flush=True)
     import tilelang  # noqa: F401
 
-    if instances >= WORTH_PRECOMPILING:
-        precompiling.join()
+    precompiling.join()
 
 
 def build_all(builder: Builder, instances: list[Instance]) -> list[Compiled]:
@@ -310,20 +322,21 @@ def build_all(builder: Builder, instances: list[Instance]) -> list[Compiled]:
 
     def report(instance: Instance, timing: str) -> None:
         record = records[instance.name]
-        used = record["resources"]
-        shared = (record["shared_bytes"] + used["static_shared_bytes"]) / 1024
-        print(
-            f"[{done}/{total}] {instance.name}: {timing}, {used['registers']} registers,"
-            f" {used['spill_bytes']} B spills, {shared:.0f} KB shared",
-            flush=True,
-        )
+        print(f"[{done}/{total}] {instance.name}: {timing}", end="")
+        for arch, used in record["resources"].items():
+            shared = (record["shared_bytes"] + used["static_shared_bytes"]) / 1024
+            which = f"; {arch} " if len(record["resources"]) > 1 else ", "
+            print(
+                f"{which}{used['registers']} registers, {used['spill_bytes']} B spills, {shared:.0f} KB shared", end=""
+            )
+        print(flush=True)
 
     for instance in instances:
         if records[instance.name] is not None:
             done += 1
             report(instance, "cached")
     if pending:
-        prepare(builder, len(pending))
+        prepare(builder, pending)
 
     fork = multiprocessing.get_context("fork")
     running, failures = {}, []
@@ -387,7 +400,8 @@ def main() -> int:
         try:
             compiled = build_all(builder, instances)
         finally:
-            (options.out / PRECOMPILED).unlink(missing_ok=True)
+            for file in builder.compiler.precompiled.values():
+                file.unlink(missing_ok=True)
         check_shared(compiled)
         check_spills(compiled)
         check_remarks(builder, instances)

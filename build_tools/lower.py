@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from build_tools import tilelang_patches as patches
 from build_tools.bundle import Member
 from build_tools.instance import Instance
-from build_tools.toolchain import ARCH
 
 C_TYPES = {
     "float32": "float",
@@ -102,7 +101,7 @@ def lower(package: str, instance: Instance) -> Lowered:
     module = importlib.import_module(f"{package}.{instance.module}")
     with patches.bundles_as_parameters() as bundles:
         prim_func = getattr(module, instance.kernel)(**instance.params)
-    target = tvm.target.Target({"kind": "cuda", "arch": ARCH})
+    target = tvm.target.Target({"kind": "cuda", "arch": instance.architectures[-1]})
     with (
         tvm.transform.PassContext(opt_level=3, config=patches.pass_configs(module)),
         target,

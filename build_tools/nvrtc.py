@@ -6,10 +6,11 @@ import ctypes
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from build_tools import tilelang_patches as patches
-from build_tools.toolchain import ARCH, Toolkit, package_root
+from build_tools.toolchain import Toolkit, package_root
 
 PREAMBLE = patches.HOST_HEADERS / "preamble.h"
 PRECOMPILED_HEAP = 512 << 20  # bytes that the precompiled preamble may take; it takes 247 MiB
@@ -17,11 +18,13 @@ PRECOMPILED_HEAP = 512 << 20  # bytes that the precompiled preamble may take; it
 # Options that are the same on all machines; include paths are added to them.
 OPTIONS = [
     "-std=c++20",
-    f"-arch={ARCH.replace('sm', 'compute')}",
     "-default-device",  # functions without an annotation are the device's
     f"--diag-suppress={','.join(map(str, patches.SUPPRESSED_WARNINGS))}",
     f"--pre-include={PREAMBLE.name}",
 ]
+# Architectures that take the PTX of an older one, so that NVRTC runs less often. No kernel uses what they have more.
+SHARED_PTX = {"sm_100": "sm_90", "sm_120": "sm_90"}
+
 # Ends the precompiled preamble. #line 1 keeps the line numbers of the source after it.
 HEADERS_END = "#pragma nv_hdrstop\n#line 1\n"
 
@@ -42,35 +45,53 @@ class Compiler:
         tilelang = package_root("tilelang")
         folders = [PREAMBLE.parent, *include, tilelang / "src", tilelang / "3rdparty/cutlass/include", *toolkit.include]
         self.options = [*OPTIONS, *(f"-I{folder}" for folder in folders)]
+        self.precompiled: dict[str, Path] = {}  # the preamble by architecture
         self.ptxas = toolkit.ptxas
         self.library = ctypes.CDLL(str(toolkit.nvrtc))
         self.library.nvrtcGetErrorString.restype = ctypes.c_char_p
 
-    def precompile(self, file: Path) -> None:
-        """Precompiles the preamble for all sources that this process and its forks compile.
+    def precompile(self, files: dict[str, Path]) -> None:
+        """Precompiles the preamble for each architecture into its file, for all sources that this process and its forks
+        compile.
 
         Precompiled headers need the same addresses in all processes. If these are taken, sources are compiled without
         precompiled headers, to the same code.
         """
-        self.library.nvrtcSetPCHHeapSize(ctypes.c_size_t(PRECOMPILED_HEAP))
-        program = self._create(HEADERS_END, "preamble.cu")
-        self._compile(program, (f"--create-pch={file}",))
-        if self.library.nvrtcGetPCHCreateStatus(program) == 0:
-            self.options.append(f"--use-pch={file}")
+        self.library.nvrtcSetPCHHeapSize(ctypes.c_size_t(PRECOMPILED_HEAP * len(files)))
+        for architecture, file in files.items():
+            program = self._create(HEADERS_END, "preamble.cu")
+            self._compile(program, architecture, f"--create-pch={file}")
+            if self.library.nvrtcGetPCHCreateStatus(program) == 0:
+                self.precompiled[architecture] = file
 
-    def compile(self, source: Path) -> str:
-        """Writes PTX and cubin to files named after the source. Returns what the compilers printed."""
+    def compile(self, source: Path, architectures: Iterable[str]) -> dict[str, str]:
+        """Writes PTX and cubins to files named after the source and the architecture. Returns what the compilers
+        printed for each architecture."""
+        output = {}
+        ptx: dict[str, tuple[Path, str]] = {}
+        for architecture in architectures:
+            shared = SHARED_PTX.get(architecture, architecture)
+            if shared not in ptx:
+                ptx[shared] = self._to_ptx(source, shared)
+            file, warnings = ptx[shared]
+            cubin = source.with_suffix(f".{architecture}.cubin")
+            command = [self.ptxas, f"-arch={architecture}", "-v", file, "-o", cubin]
+            result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            if result.returncode != 0:
+                raise CompileError(result.stdout)
+            output[architecture] = warnings + result.stdout
+        return output
+
+    def _to_ptx(self, source: Path, architecture: str) -> tuple[Path, str]:
+        """The file of the PTX, and NVRTC's warnings."""
         program = self._create(HEADERS_END + source.read_text(), source.name)
-        status = self._compile(program)
+        precompiled = self.precompiled.get(architecture)
+        status = self._compile(program, architecture, *([f"--use-pch={precompiled}"] if precompiled else []))
         warnings = self._read(program, "ProgramLog").rstrip(b"\0").decode()
         self._check(status, warnings)
-        ptx = source.with_suffix(".ptx")
+        ptx = source.with_suffix(f".{architecture}.ptx")
         ptx.write_text(without_unused_variables(self._read(program, "PTX").rstrip(b"\0").decode()))
-        command = [self.ptxas, f"-arch={ARCH}", "-v", ptx, "-o", source.with_suffix(".cubin")]
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if result.returncode != 0:
-            raise CompileError(result.stdout)
-        return warnings + result.stdout
+        return ptx, warnings
 
     def _create(self, text: str, name: str) -> ctypes.c_void_p:
         program = ctypes.c_void_p()
@@ -78,8 +99,8 @@ class Compiler:
         self._check(created)
         return program
 
-    def _compile(self, program: ctypes.c_void_p, more: tuple[str, ...] = ()) -> int:
-        options = [*self.options, *more]
+    def _compile(self, program: ctypes.c_void_p, architecture: str, *more: str) -> int:
+        options = [*self.options, f"-arch={architecture.replace('sm', 'compute')}", *more]
         given = (ctypes.c_char_p * len(options))(*map(str.encode, options))
         return self.library.nvrtcCompileProgram(program, len(options), given)
 

@@ -53,7 +53,11 @@ class Compiled:
     fields: list[Field]
     block: list[int]
     shared_bytes: int
-    resources: Resources
+    resources: dict[str, Resources]  # by architecture
+
+    @property
+    def static_shared_bytes(self) -> int:
+        return max(used.static_shared_bytes for used in self.resources.values())
 
 
 def enum_of(key: str) -> str:
@@ -132,12 +136,13 @@ def header(compiled: list[Compiled]) -> str:
         parts.append(
             "\n\n".join(structs(variants[0])) + f"\n\n// Instances: {instances}.\n"
             f"void {kernel}(const {camel}Args& args, const {camel}Params& params, cudaStream_t stream);\n"
-            f"{_is_compiled(camel, variants)}{_facts_of(camel, variants)}"
+            f"{_architectures(camel, variants)}{_is_compiled(camel, variants)}{_facts_of(camel, variants)}"
         )
     return f"""{NOTICE}
 // Launchers of the compiled kernels. They throw std::runtime_error with the kernel's name when no
 // instance has the given parameters or when the launch fails; an empty grid launches nothing.
-// is_compiled: whether an instance has the given parameters; facts_of: what kernels_tl/instances.py has of it.
+// is_compiled: whether an instance has the given parameters; facts_of: what kernels_tl/instances.py has of it;
+// k<Kernel>Architectures: those that instances of the kernel are compiled for.
 
 #pragma once
 
@@ -156,6 +161,11 @@ inline constexpr std::array<int64_t, {len(key_dims(compiled))}> kKeyDims = {{{di
 {chr(10).join(parts)}
 }}  // namespace flash_qla::kernels
 """
+
+
+def _architectures(camel: str, variants: list[Compiled]) -> str:
+    names = ", ".join(f'"{arch}"' for arch in dict.fromkeys(arch for item in variants for arch in item.resources))
+    return f"inline constexpr std::array k{camel}Architectures = {{{names}}};\n"
 
 
 def _is_compiled(camel: str, variants: list[Compiled]) -> str:
@@ -184,17 +194,17 @@ def _test(instance: Instance) -> str:
     return f"({tests})"
 
 
-def registry(compiled: list[Compiled], tilelang: str, cuda: str, arch: str) -> str:
+def registry(compiled: list[Compiled], tilelang: str, cuda: str) -> str:
     rows = []
     for item in compiled:
-        used = item.resources
         params = " ".join(f"{key}={_text(value)}" for key, value in item.instance.params.items())
         threads = item.block[0] * item.block[1] * item.block[2]
-        rows.append(
-            f'    {{"{item.instance.name}", "{item.instance.kernel}", "{params}", {threads},'
+        rows += [
+            f'    {{"{item.instance.name}", "{item.instance.kernel}", "{params}", "{arch}", {threads},'
             f" {used.registers}, {used.static_shared_bytes}, {item.shared_bytes},"
             f" {used.spill_bytes}, {used.stack_bytes}}},\n"
-        )
+            for arch, used in item.resources.items()
+        ]
     dispatch = "\n".join(_dispatch(kernel, items) for kernel, items in by_kernel(compiled).items())
     return f"""{NOTICE}
 #include "gpu/runtime/registry.h"
@@ -211,7 +221,7 @@ namespace {{
 constexpr std::array<KernelInfo, {len(rows)}> kKernels = {{{{
 {"".join(rows)}}}}};
 
-constexpr Toolchain kToolchain = {{"{tilelang}", "{cuda}", "{arch}"}};
+constexpr Toolchain kToolchain = {{"{tilelang}", "{cuda}"}};
 
 }}  // namespace
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MINIMUM_GXX = 11  # the oldest tested
-ARCH = "sm_90a"
 
 
 class BuildError(Exception):

@@ -104,7 +104,11 @@ const KernelInfo* flash_qla_kernels(int64_t* count) noexcept {
 }
 
 BuildInfo flash_qla_build_info() noexcept {
-  return {FLASH_QLA_VERSION, toolchain().tilelang, toolchain().cuda, toolchain().arch, FLASH_QLA_TORCH_TARGET};
+  return {FLASH_QLA_VERSION, toolchain().tilelang, toolchain().cuda, FLASH_QLA_TORCH_TARGET};
+}
+
+bool flash_qla_runs_on(const char* architecture, int major, int minor) noexcept {
+  return runs_on(architecture, major, minor);
 }
 
 int flash_qla_driver_cuda_version() noexcept { return driver_cuda_version(); }
@@ -142,9 +146,9 @@ const char* flash_qla_backward_dispatch(const BackwardShape* shape, BackwardDisp
   });
 }
 
-const char* flash_qla_exchange_overrides(const Override* forward, const Override* backward,
+const char* flash_qla_exchange_overrides(const Override* forward, const Override* backward, const bool* portable,
                                          Overrides* previous) noexcept {
-  return error_of([&] { *previous = exchange_overrides(forward, backward); });
+  return error_of([&] { *previous = exchange_overrides(forward, backward, portable); });
 }
 
 int64_t flash_qla_most_key_dim() noexcept { return kMostKeyDim; }

@@ -20,7 +20,6 @@ struct BuildInfo {
   const char* version;
   const char* tilelang;
   const char* cuda;
-  const char* arch;
   const char* torch_target;
 };
 
@@ -41,6 +40,7 @@ const KernelInfo* flash_qla_kernels(int64_t* count) noexcept;
 BuildInfo flash_qla_build_info() noexcept;
 
 // See gpu/runtime/device.h.
+bool flash_qla_runs_on(const char* architecture, int major, int minor) noexcept;
 int flash_qla_driver_cuda_version() noexcept;
 const GpuInfo* flash_qla_gpus(int64_t* count) noexcept;
 const char* flash_qla_obstacle(int driver_cuda_version, int major, int minor) noexcept;
@@ -51,7 +51,7 @@ const char* flash_qla_forward_dispatch(const ForwardShape* shape, ForwardDispatc
 const char* flash_qla_backward_dispatch(const BackwardShape* shape, BackwardDispatch* dispatch) noexcept;
 
 // See gpu/override.h.
-const char* flash_qla_exchange_overrides(const Override* forward, const Override* backward,
+const char* flash_qla_exchange_overrides(const Override* forward, const Override* backward, const bool* portable,
                                          Overrides* previous) noexcept;
 
 // The most key channels of a head on a GPU.

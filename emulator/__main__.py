@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +26,10 @@ KERNELS = {
     "chunk_plan": ("forward", SEGMENTS, {}),
     "chunk_matrices": ("intermediates", WHOLE, {}),
     "chunk_forward": ("intermediates", WHOLE, {}),
+    "portable_forward": ("portable", {}, {}),
+    **dict.fromkeys(
+        ("portable_replay", "portable_replay_gradients", "portable_token_gradients"), ("portable backward", {}, {})
+    ),
     "fused_forward": ("forward", {"fused": 1}, {}),
     "segment_memory": ("forward", FUSED_SEGMENTS, {}),
     "segment_maps": ("forward", SEGMENTS, {}),
@@ -82,12 +87,14 @@ def check(call: str, case, mode: dict) -> list[str]:
         ratios = trials.run(trials.Trial(call, case), "cuda")
         return [f"{name:12} {ratio:.2f} of its bar" for name, ratio in ratios.items()]
     inputs, gradients = cases.make_inputs(case, "cuda"), cases.make_gradients(case, "cuda")
-    with cases.backward_mode(**mode) if call == "backward" else cases.forward_mode(**mode):
-        if call == "backward":
+    portable = partial(cases.forced_dispatch, kernels="portable")
+    modes = {"backward": cases.backward_mode, "portable": portable, "portable backward": portable}
+    with modes.get(call, cases.forward_mode)(**mode):
+        if call.endswith("backward"):
             outputs = cases.run_autograd(inputs, **gradients)
         elif call == "ranks":
             outputs = run_begin_finish(inputs | gradients, [0])[0]
-        elif call == "intermediates":
+        elif call in ("intermediates", "portable"):
             outputs = dict(zip(("g_cumsum", "A", "o", "h", "final_state"), cases.run_forward(inputs), strict=True))
         else:
             results = cases.flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)

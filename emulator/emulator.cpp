@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #undef threadIdx
 #undef blockIdx
@@ -85,6 +86,18 @@ void run_thread() {
 char* const stacks = static_cast<char*>(mmap(nullptr, kStackBytes* kMostThreads, PROT_READ | PROT_WRITE,
                                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
 
+// Pieces that a thread copies (cp.async), until it waits for them.
+struct Piece {
+  void* to;
+  const void* from;  // null: zeros
+  int bytes, group;
+};
+struct Copies {
+  std::vector<Piece> in_flight;
+  int group = 0;  // that the next copy belongs to
+};
+Copies copies_of_threads[kMostThreads];
+
 void run_cluster(Index first) {
   const int threads = cluster.threads();
   std::memset(dynamic_shared, 0xff, sizeof dynamic_shared);  // NaN
@@ -102,6 +115,8 @@ void run_cluster(Index first) {
     void** const top = reinterpret_cast<void**>(stacks + kStackBytes * (i + 1)) - 2;
     *top = reinterpret_cast<void*>(&run_thread);
     cluster.fibers[i] = {top - 6, false, 0};
+    copies_of_threads[i].in_flight.clear();
+    copies_of_threads[i].group = 0;
   }
   while (cluster.alive > 0) {
     const uint64_t before = progress;
@@ -425,10 +440,24 @@ void copy_piece(void* to, const void* from, bool is_there, int bytes) {
   if (is_there) {
     check_pieces(from, bytes, bytes);
     races::touch(from);
-    std::memcpy(to, from, bytes);
-  } else {
-    std::memset(to, 0, bytes);
   }
+  Copies& copies = copies_of_threads[thread_of_cluster];
+  copies.in_flight.push_back({to, is_there ? from : nullptr, bytes, copies.group});
+}
+void commit_copies() { ++copies_of_threads[thread_of_cluster].group; }
+void wait_for_copies(int in_flight) {
+  Copies& copies = copies_of_threads[thread_of_cluster];
+  std::erase_if(copies.in_flight, [&](const Piece& piece) {
+    if (piece.group >= copies.group - in_flight) {
+      return false;
+    }
+    if (piece.from != nullptr) {
+      std::memcpy(piece.to, piece.from, piece.bytes);
+    } else {
+      std::memset(piece.to, 0, piece.bytes);
+    }
+    return true;
+  });
 }
 
 void load_bytes(Mbarrier& barrier, void* to, const void* from, int bytes) {
@@ -560,7 +589,8 @@ bool add_kernel(const char* name, launches::Kernel kernel, void (*run)(void** ar
 
 }  // namespace emulator
 
-// The CUDA runtime with one Hopper GPU, whose memory is the CPU's.
+// The CUDA runtime with one GPU, whose memory is the CPU's: Hopper's, or of the compute capability that the environment
+// names, such as 8.6. It runs the same code of a kernel whatever its architecture.
 extern "C" {
 
 cudaError_t cudaDriverGetVersion(int* version) {
@@ -575,6 +605,9 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   std::strcpy(properties->name, "emulated");
   properties->major = 9;
   properties->minor = 0;
+  if (const char* const capability = std::getenv("EMULATED_CAPABILITY")) {
+    std::sscanf(capability, "%d.%d", &properties->major, &properties->minor);
+  }
   const char* const sms = std::getenv("EMULATED_SMS");
   properties->multiProcessorCount = sms != nullptr ? std::atoi(sms) : 132;
   properties->clockRate = 1980000;

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+CAPABILITY = tuple(map(int, os.environ.get("EMULATED_CAPABILITY", "9.0").split(".")))
 PROPERTIES = {"multi_processor_count": int(os.environ.get("EMULATED_SMS", 132)), "total_memory": 80 << 30}
 
 
@@ -33,7 +34,7 @@ def pytest_configure():
 
     poison.FRESH_BYTES = 0  # a caching allocator, which there is not, would hand it out again
     torch.cuda.is_available = lambda: True
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.get_device_capability = lambda device=None: CAPABILITY
     torch.cuda.get_device_name = lambda device=None: "emulated"
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(**PROPERTIES)
     torch.cuda.set_per_process_memory_fraction = lambda fraction, device=None: None

@@ -7,6 +7,7 @@ class Kernel:
     name: Final[str]
     kernel: Final[str]
     params: Final[dict[str, str | int | bool]]
+    architecture: Final[str]
     threads: Final[int]
     registers: Final[int]
     static_shared_bytes: Final[int]
@@ -17,6 +18,7 @@ class Kernel:
         "name",
         "kernel",
         "params",
+        "architecture",
         "threads",
         "registers",
         "static_shared_bytes",
@@ -29,9 +31,8 @@ class BuildInfo:
     version: Final[str]
     tilelang: Final[str]
     cuda: Final[str]
-    arch: Final[str]
     torch_target: Final[str]
-    __match_args__ = ("version", "tilelang", "cuda", "arch", "torch_target")
+    __match_args__ = ("version", "tilelang", "cuda", "torch_target")
 
 class Gpu:
     name: Final[str]
@@ -91,6 +92,7 @@ class _Options(TypedDict, total=False):
     V: int
     fp16: bool
     over_ranks: bool
+    portable: bool
 
 class _ForwardOptions(_Options, total=False):
     low_level: bool
@@ -115,6 +117,7 @@ class Override:
 
 def kernels() -> list[Kernel]: ...
 def build_info() -> BuildInfo: ...
+def runs_on(architecture: str, major: int, minor: int) -> bool: ...
 def driver_cuda_version() -> int: ...
 def gpus() -> list[Gpu]: ...
 def cards() -> dict[str, dict[str, int]]: ...
@@ -126,4 +129,6 @@ def forward_dispatch(
 def backward_dispatch(
     B: int, T: int, N: int, H_k: int, H_v: int, **options: Unpack[_BackwardOptions]
 ) -> BackwardDispatch: ...
-def exchange_overrides(forward: Override | None, backward: Override | None) -> tuple[Override, Override]: ...
+def exchange_overrides(
+    forward: Override | None, backward: Override | None, portable: bool | None
+) -> tuple[Override, Override, bool]: ...

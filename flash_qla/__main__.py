@@ -28,11 +28,21 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def print_kernels() -> None:
-    header = ("kernel instance", "parameters", "threads", "registers", "spills (B)", "stack (B)", "shared (KB)")
+    header = (
+        "kernel instance",
+        "parameters",
+        "architecture",
+        "threads",
+        "registers",
+        "spills (B)",
+        "stack (B)",
+        "shared (KB)",
+    )
     rows = [
         (
             kernel.name,
             " ".join(f"{name}={value}" for name, value in kernel.params.items()),
+            kernel.architecture,
             str(kernel.threads),
             str(kernel.registers),
             str(kernel.spill_bytes),
@@ -43,8 +53,8 @@ def print_kernels() -> None:
     ]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     for row in [header, *rows]:
-        text = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-        numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        text = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
+        numbers = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
         print("  ".join(text + numbers).rstrip())
 
 
@@ -62,6 +72,16 @@ def obstacle(gpu: _C.Gpu, driver: int) -> str:
     return reason
 
 
+def kernels_of(gpu: _C.Gpu) -> str:
+    """The architectures of the kernels that this GPU gets, and those that it has no code of."""
+    kernels = _C.kernels()
+    runs = [kernel for kernel in kernels if _C.runs_on(kernel.architecture, gpu.major, gpu.minor)]
+    architectures = ", ".join(sorted({kernel.architecture for kernel in runs}))
+    missing = {kernel.kernel for kernel in kernels} - {kernel.kernel for kernel in runs}
+    text = f"the kernels run, by code for {architectures}"
+    return text + (f", except {', '.join(sorted(missing))}" if missing else "")
+
+
 def print_gpus() -> None:
     driver = _C.driver_cuda_version()
     if driver == 0:
@@ -74,7 +94,7 @@ def print_gpus() -> None:
         print(f"GPU      {reason}; CPU tensors run on the C++ CPU implementation")
     for index, gpu in enumerate(gpus):
         reason = obstacle(gpu, driver)
-        verdict = f"the kernels do not run: {reason}" if reason else "the kernels run"
+        verdict = f"the kernels do not run: {reason}" if reason else kernels_of(gpu)
         print(f"GPU {index}    {gpu.name}, {gpu.sm_count} SMs: {verdict}")
 
 
@@ -86,7 +106,7 @@ def main() -> None:
     info = _C.build_info()
     print(
         f"built    version {info.version}, kernels by TileLang {info.tilelang} and CUDA {info.cuda}"
-        f" for {info.arch}, C++ for the stable ABI of PyTorch {info.torch_target} and newer"
+        f", C++ for the stable ABI of PyTorch {info.torch_target} and newer"
     )
     print_gpus()
     for line in flash_qla_environment.describe():

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 
 class BackwardMode(TypedDict, total=False):
@@ -33,7 +33,12 @@ class ForwardMode(BackwardMode, total=False):
 
 
 @contextlib.contextmanager
-def forced_dispatch(*, forward: ForwardMode | None = None, backward: BackwardMode | None = None) -> Iterator[None]:
+def forced_dispatch(
+    *,
+    forward: ForwardMode | None = None,
+    backward: BackwardMode | None = None,
+    kernels: Literal["portable", "device"] | None = None,
+) -> Iterator[None]:
     """Force the decisions of the dispatch within a `with` block.
 
         with flash_qla.testing.forced_dispatch(forward={"fused": False}, backward={"segment_chunks": 4}):
@@ -47,16 +52,22 @@ def forced_dispatch(*, forward: ForwardMode | None = None, backward: BackwardMod
     Args:
         forward: the mode of the forward. {} gives all decisions back to the cost model, None keeps the current mode.
         backward: the mode of the backward; {} and None as for forward.
+        kernels: "portable" makes a Hopper GPU run the kernels that every GPU from Ampere on has, which split no
+            sequence and follow no mode. "device" gives each GPU its own kernels again, None keeps the choice.
 
     Raises:
-        ValueError: no call can have this mode.
+        ValueError: no call can have this mode, or kernels is another string.
         TypeError: a field is unknown, or a value is not an integer.
         ImportError: flash_qla._C is missing (another Python than the wheel's).
     """
     from flash_qla import _C
 
+    if kernels not in (None, "portable", "device"):
+        raise ValueError(
+            f"flash_qla.testing.forced_dispatch: kernels is {kernels!r}, expected 'portable', 'device' or None"
+        )
     given = (None if mode is None else _C.Override(**mode) for mode in (forward, backward))
-    previous = _C.exchange_overrides(*given)
+    previous = _C.exchange_overrides(*given, None if kernels is None else kernels == "portable")
     try:
         yield
     finally:

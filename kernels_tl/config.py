@@ -101,6 +101,23 @@ CHUNK_FORWARD = {
     },
 }
 
+# Keyed by K. At most 99 KB of shared memory, so that every GPU from Ampere on has one CTA per SM. Stages: of K.
+PORTABLE_FORWARD = {
+    128: Tile(tile=NARROW_TILE, consumers=WARPGROUP, stages=2, shared=73.25),
+    256: Tile(tile=NARROW_TILE, consumers=WARPGROUP, stages=1, shared=89.25),
+}
+# The portable backward. Tile of the last kernel: value rows at a time. The spilled registers are addresses and, with
+# K = 256, numbers of the state.
+PORTABLE_REPLAY = {
+    128: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=33.25, spills=96),
+    256: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=49.25, spills=804),
+}
+PORTABLE_REPLAY_GRADIENTS = {
+    128: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=57.25, spills=40),
+    256: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=89.25, spills=1380),
+}
+PORTABLE_TOKEN_GRADIENTS = Tile(tile=NARROW_TILE, consumers=2 * WARPGROUP, shared=93.03125)
+
 # The tile has all value rows of a head. More early factors would spill registers.
 FUSED_FORWARD = two_warpgroups(stages=Ring.STAGES, registers=(224, 56), early_factors=4, shared=225.63671875)
 # A register or two that a role stores and loads at most once per chunk, in the instances with A.

@@ -3,7 +3,7 @@
 Value rows, head counts, batch, lengths and layouts are run-time numbers.
 """
 
-from build_tools.instance import Instance
+from build_tools.instance import EVERY, HOPPER, SINCE_HOPPER, Instance
 from kernels_tl import config
 from kernels_tl.config import is_wide
 from kernels_tl.convolution import tile as conv_tile
@@ -56,26 +56,32 @@ def normalizations(dtype, K):
 
 
 INSTANCES = [
-    Instance("plan.chunk_plan", {}),
-    Instance("tokens.copy_tokens", {}),
+    Instance("plan.chunk_plan", architectures=EVERY),
+    Instance("tokens.copy_tokens", architectures=EVERY),
     # the convolution before the delta rule
     *(
-        Instance("convolution.causal_conv1d", {"dtype": dtype}, facts=tile.facts)
+        Instance("convolution.causal_conv1d", {"dtype": dtype}, EVERY, facts=tile.facts)
         for dtype, tile in conv_tile.FORWARD.items()
     ),
     *(
-        Instance("convolution.causal_conv1d_backward", {"dtype": dtype}, facts=tile.facts)
+        Instance("convolution.causal_conv1d_backward", {"dtype": dtype}, EVERY, facts=tile.facts)
         for dtype, tile in conv_tile.BACKWARD.items()
     ),
-    Instance("convolution.conv_windows", {}),
-    Instance("convolution.conv_gradients", {}),
+    Instance("convolution.conv_windows", architectures=EVERY),
+    Instance("convolution.conv_gradients", architectures=EVERY),
     # forward
-    *(Instance("matrices.chunk_matrices", types | {"normalize": norm}) for types in TYPES for norm in (False, True)),
+    *(
+        Instance("matrices.chunk_matrices", types | {"normalize": normalize, "portable": portable}, architectures)
+        for portable, architectures in ((False, HOPPER), (True, EVERY))
+        for types in TYPES
+        for normalize in (False, True)
+    ),
     *(
         Instance("states.chunk_forward", types | {"value_tile": tile}, spill_budget=row.spills)
         for types in TYPES
         for tile, row in config.CHUNK_FORWARD[types["K"]].items()
     ),
+    *(Instance("portable.portable_forward", types, EVERY) for types in TYPES),
     *(
         Instance(
             "states.fused_forward",
@@ -102,7 +108,7 @@ INSTANCES = [
     ),
     *(Instance("maps.compose_maps", types | {"reverse": reverse}) for types in TYPES for reverse in (False, True)),
     # backward
-    *(Instance(f"gradients.{kernel}", {"K": K}) for kernel in ("l2norm", "l2norm_backward") for K in KEY_DIMS),
+    *(Instance(f"gradients.{kernel}", {"K": K}, EVERY) for kernel in ("l2norm", "l2norm_backward") for K in KEY_DIMS),
     *(
         Instance(
             "maps.backward_maps",
@@ -127,19 +133,29 @@ INSTANCES = [
         for types in WIDE_TYPES
     ),
     *(Instance("gradients.token_gradients", types, spill_budget=config.TOKEN_GRADIENTS.spills) for types in WIDE_TYPES),
-    Instance("gradients.gate_gradients", {}),
+    *(
+        Instance(f"portable.{kernel}", types, EVERY, spill_budget=tiles[types["K"]].spills)
+        for kernel, tiles in (
+            ("portable_replay", config.PORTABLE_REPLAY),
+            ("portable_replay_gradients", config.PORTABLE_REPLAY_GRADIENTS),
+        )
+        for types in TYPES
+    ),
+    *(Instance("portable.portable_token_gradients", types, EVERY) for types in TYPES),
+    Instance("gradients.gate_gradients", architectures=EVERY),
     # the norm after the delta rule
     *(
-        Instance(f"norm.{kernel}", types, facts=of.facts(**types))
+        Instance(f"norm.{kernel}", types, EVERY, facts=of.facts(**types))
         for kernel, of in (("gated_rms_norm", norm.FORWARD), ("gated_rms_norm_backward", norm.BACKWARD))
         for types in NORM_TYPES
     ),
-    Instance("norm.sum_rows", {}),
+    Instance("norm.sum_rows", architectures=EVERY),
     # serving
     *(
         Instance(
             "decode.decode",
             types | {"state_dtype": dtype, "path": path},
+            EVERY,
             spill_budget=config.decode_path(types["K"], path, state_bytes).spills,
             facts=config.decode_path(types["K"], path, state_bytes).facts,
         )
@@ -160,6 +176,7 @@ INSTANCES = [
         Instance(
             "decode.decode_buffered",
             types | {"state_dtype": dtype},
+            SINCE_HOPPER,
             facts={"ctas": config.DECODE_BUFFERED[dtype == types["dtype"]].ctas},
         )
         for types in NARROW_TYPES

@@ -12,13 +12,13 @@ import unchanged
 from card import GIB, Card, release
 
 
-def no_gpu_reason() -> str | None:
+def no_gpu_reason(config) -> str | None:
     """Why the tests marked gpu cannot run here; None if they can."""
     if not torch.cuda.is_available():
         return "needs a Hopper GPU (sm_90): torch sees no CUDA device"
     major, minor = torch.cuda.get_device_capability()
-    if (major, minor) != (9, 0):
-        return f"needs a Hopper GPU (sm_90): {torch.cuda.get_device_name()} is sm_{major}{minor}"
+    if (major, minor) != (9, 0) and config.getoption("--kernels") != "portable":
+        return f"needs a Hopper GPU (sm_90), or --kernels portable: {torch.cuda.get_device_name()} is sm_{major}{minor}"
     return None
 
 
@@ -58,12 +58,12 @@ def pytest_unconfigure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("build"):
             item.add_marker("long")
     items.sort(key=lambda item: COSTLY.index(item.path.name) if item.path.name in COSTLY else len(COSTLY))
-    reason = no_gpu_reason()
+    reason = no_gpu_reason(config)
     if reason is not None:
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -83,7 +83,7 @@ def pytest_cmdline_main(config):
         option.markexpr = NOT_LONG  # in the workers, too
     if hasattr(config, "workerinput") or not config.pluginmanager.hasplugin("xdist"):
         return
-    if no_gpu_reason() and is_whole and option.numprocesses is None and not option.usepdb:
+    if no_gpu_reason(config) and is_whole and option.numprocesses is None and not option.usepdb:
         option.numprocesses, option.dist, option.loadscopereorder = len(os.sched_getaffinity(0)), "loadfile", False
     if option.numprocesses:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # or each worker has as many threads as there are cores
@@ -91,7 +91,7 @@ def pytest_cmdline_main(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    if item.get_closest_marker("gpu") is None or no_gpu_reason() is not None:
+    if item.get_closest_marker("gpu") is None or no_gpu_reason(item.config) is not None:
         return (yield)
     whole = item.get_closest_marker("whole_card") is not None
     with item.config.stash[CARD].during(item.nodeid, whole):
@@ -101,6 +101,18 @@ def pytest_runtest_protocol(item):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def portable_kernels(request):
+    """With --kernels portable a test on the GPU runs these kernels."""
+    if request.config.getoption("--kernels") != "portable" or request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    from flash_qla.testing import forced_dispatch
+
+    with forced_dispatch(kernels="portable"):
+        yield
 
 
 @pytest.fixture
@@ -142,6 +154,8 @@ def saved_block(device, tmp_path_factory) -> Path:
 
 def pytest_addoption(parser):
     parser.addoption("--errors-json", metavar="FILE", help="write the worst error of each tensor to this file")
+    kernels = "portable: tests on the GPU run the kernels that every GPU from Ampere on has"
+    parser.addoption("--kernels", choices=("device", "portable"), default="device", help=kernels)
 
 
 # The summary also shows the measurements of the workers of pytest-xdist.

@@ -30,6 +30,7 @@ from cases import (
 from every_op import NAMES, make_call
 
 import flash_qla
+from flash_qla.testing import forced_dispatch
 
 RAW = {"g_dtype": torch.bfloat16, "beta_dtype": torch.float16}
 INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, **RAW}
@@ -90,6 +91,13 @@ for dtype in (torch.bfloat16, torch.float16):
             with forward_mode(*mode):
                 assert finite(run_forwards(inputs).values()), (dtype, mode, inside)
             print("done:", SEGMENTED, dtype, mode, *inside, flush=True)
+        for K in (128, 256):
+            with forced_dispatch(kernels="portable"):
+                case = dataclasses.replace(SEGMENTED, dtype=dtype, K=K, **inside)
+                inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")
+                assert finite(run_forwards(inputs).values()), (dtype, K, inside)
+                assert finite(run_low_level(inputs, gradients)), (dtype, K, inside)
+        print("done: portable kernels,", SEGMENTED, dtype, *inside, flush=True)
 assert finite(run_forward(make_inputs(SHARED, "cuda"), output_h=False)), SHARED
 print("done:", SHARED, flush=True)
 for mode in ((64, 0), (128, 0), (128, 0, 1), (128, 1, 1)):
@@ -113,6 +121,9 @@ for offsets in BAD_OFFSETS:
     for mode in ((64, 1), (128, 0, 1), (128, 1, 1)):
         with forward_mode(*mode):
             assert finite(run_forwards(inputs).values()), (offsets, mode)
+    with forced_dispatch(kernels="portable"):
+        assert finite(run_forwards(inputs).values()), offsets
+        assert finite(run_low_level(inputs, gradients)), offsets
     for segment_chunks in (0, 1):
         with backward_mode(segment_chunks):
             assert finite(run_low_level(inputs, gradients)), (offsets, segment_chunks)

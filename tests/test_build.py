@@ -35,9 +35,13 @@ needs_tilelang = pytest.mark.skipif(
 
 KERNELS = {
     "instances.py": """
-from build_tools.instance import Instance
+from build_tools.instance import EVERY, Instance
 
-INSTANCES = [Instance("scale", {"dtype": "bfloat16"}), Instance("scale", {"dtype": "float16"}), Instance("follow")]
+INSTANCES = [
+    Instance("scale", {"dtype": "bfloat16"}),
+    Instance("scale", {"dtype": "float16"}),
+    Instance("follow", architectures=EVERY),
+]
 """,
     "common.py": "THREADS = 128\n",
     "scale.py": """
@@ -219,8 +223,9 @@ def built(tmp_path_factory) -> Path:
     package = write_package(tmp_path_factory.mktemp("build"), KERNELS)
     result = build_kernels(package)
     assert result.returncode == 0, result.stderr
-    for name in ("scale_bf16", "scale_fp16", "follow"):
-        progress = rf"\[\d/3\] {name}: lowered [\d.]+ s, compiled [\d.]+ s, \d+ registers, 0 B spills, \d+ KB shared"
+    for name, of_code in (("scale_bf16", ", "), ("scale_fp16", ", "), ("follow", "; sm_80 ")):
+        resources = rf"{of_code}\d+ registers, 0 B spills, \d+ KB shared"
+        progress = rf"\[\d/3\] {name}: lowered [\d.]+ s, compiled [\d.]+ s{resources}"
         assert re.search(progress, result.stdout)
     return package
 
@@ -253,20 +258,20 @@ class TestCache:
         assert re.findall(r"(\w+): cached", result.stdout) == ["scale_bf16", "scale_fp16"]
         assert re.findall(r"(\w+): lowered", result.stdout) == ["follow"]
         registry = (copy_of_built.parent / "out/registry.cpp").read_text()
-        assert re.search(r'\{"follow", "follow", "", 256, ', registry)
+        assert re.search(r'\{"follow", "follow", "", "sm_80", 256, ', registry)
 
     def test_another_cubin_is_another_source(self, copy_of_built):
         """So that it is embedded anew."""
         out = copy_of_built.parent / "out"
         before = (out / "launchers.cpp").read_text().splitlines()
-        with (out / "follow.cubin").open("ab") as cubin:
+        with (out / "follow.sm_120.cubin").open("ab") as cubin:
             cubin.write(b"more")
         assert build_kernels(copy_of_built).returncode == 0
         after = (out / "launchers.cpp").read_text().splitlines()
         assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
 
     def test_spills_over_the_budget_fail(self, copy_of_built):
-        self.edit_record(copy_of_built, "scale_bf16", lambda record: record["resources"].update(spill_bytes=48))
+        self.edit_record(copy_of_built, "scale_bf16", lambda record: self.resources(record).update(spill_bytes=48))
         result = build_kernels(copy_of_built)
         assert result.returncode == 1
         assert "kernel scale_bf16 spills 48 bytes, its budget is 0" in result.stderr
@@ -281,7 +286,7 @@ class TestCache:
 
     def test_too_much_shared_memory_fails(self, copy_of_built):
         def edit(record):
-            record["resources"]["static_shared_bytes"] = 1024
+            self.resources(record)["static_shared_bytes"] = 1024
             record["shared_bytes"] = 226 * 1024 + 64
 
         self.edit_record(copy_of_built, "scale_bf16", edit)
@@ -294,6 +299,17 @@ class TestCache:
         result = build_kernels(copy_of_built)
         assert result.returncode == 1
         assert "scale_bf16 and scale_fp16 are instances of one kernel, but differ in" in result.stderr
+
+    def test_portable_code_has_the_least_shared_memory_of_all_gpus(self, copy_of_built):
+        self.edit_record(copy_of_built, "follow", lambda record: record.update(shared_bytes=99 * 1024 + 16))
+        result = build_kernels(copy_of_built)
+        assert result.returncode == 1
+        assert "kernel follow takes 101392 bytes of shared memory, a CTA has 101376" in result.stderr
+
+    @staticmethod
+    def resources(record: dict) -> dict:
+        (used,) = record["resources"].values()
+        return used
 
     @staticmethod
     def edit_record(package: Path, name: str, edit) -> None:
@@ -344,7 +360,7 @@ def test_unused_variables_do_not_reach_ptxas(built, monkeypatch):
     used = ".const .align 8 .b8 table[16];\n.extern .shared .align 1024 .b8 buffer[];\n"
     code = ".visible .entry kernel() {\n\tld.const.u32 %r1, [table];\n}\n"
     assert without_unused_variables(unused + used + code) == used + code
-    ptx = (built.parent / "out/scale_fp16.ptx").read_text()
+    ptx = (built.parent / "out/scale_fp16.sm_90a.ptx").read_text()
     assert ".entry scale_fp16" in ptx and not re.search(r"^\.(global|const) ", ptx, re.MULTILINE)
 
 
@@ -353,8 +369,11 @@ def test_unused_variables_do_not_reach_ptxas(built, monkeypatch):
 def test_only_kernels_that_wait_overlap_their_predecessor(built):
     launchers = (built.parent / "out/launchers.cpp").read_text()
     functions = re.findall(r"^void launch_(\w+)\((.*?)^}", launchers, re.MULTILINE | re.DOTALL)
-    overlapping = [name for name, body in functions if ".overlaps_predecessor = true" in body]
-    assert len(functions) == 3 and overlapping == ["follow"]
+    code = r'architecture = "(\w+)", .cubin = \w+, .overlaps_predecessor = (\w+)'
+    overlapping = {
+        name: [arch for arch, overlaps in re.findall(code, body) if overlaps == "true"] for name, body in functions
+    }
+    assert overlapping == {"scale_bf16": [], "scale_fp16": [], "follow": ["sm_90", "sm_100", "sm_120"]}
 
 
 @pytest.mark.build
@@ -669,26 +688,32 @@ class TestInstalled:
 
         code = (
             "import json; from kernels_tl.instances import INSTANCES\n"
-            "print(json.dumps([[i.name, i.kernel, i.spill_budget, i.params] for i in INSTANCES]))"
+            "print(json.dumps([[i.name, i.kernel, architecture, i.spill_budget, i.params]"
+            " for i in INSTANCES for architecture in i.architectures]))"
         )
         listed = json.loads(run([sys.executable, "-c", code]).stdout)
         kernels = _C.kernels()
-        assert [[kernel.name, kernel.kernel] for kernel in kernels] == [row[:2] for row in listed]
-        for kernel, (_, _, spill_budget, params) in zip(kernels, listed, strict=True):
+        assert [[kernel.name, kernel.kernel, kernel.architecture] for kernel in kernels] == [row[:3] for row in listed]
+        for kernel, (*_, spill_budget, params) in zip(kernels, listed, strict=True):
             assert kernel.params == params
-            assert kernel.spill_bytes <= spill_budget
+            assert kernel.spill_bytes <= spill_budget or not kernel.architecture.startswith("sm_90")
             assert 0 < kernel.registers <= 255
             assert 0 < kernel.threads <= 1024
-            assert kernel.static_shared_bytes + kernel.dynamic_shared_bytes <= 227 * 1024
+            assert kernel.registers * kernel.threads <= 65536
+            most = 227 if kernel.architecture == "sm_90a" else 99
+            assert kernel.static_shared_bytes + kernel.dynamic_shared_bytes <= most * 1024
 
     def test_drivers_of_cuda_12_load_the_code(self):
         """The kernels are in the library as ELF files of the version (7) that they know, not compressed."""
         from flash_qla import _C
 
         library = next(Path(path) for path in importlib.util.find_spec("flash_qla").submodule_search_locations)
-        elf_of_gpu = rb"\x7fELF\x02\x01\x01\x33(.).{9}\xbe\x00"  # ABI version, then type and machine
+        elf_of_gpu = rb"\x7fELF\x02\x01\x01(.)(.).{9}\xbe\x00"  # OS, ABI version, then type and machine
         found = re.findall(elf_of_gpu, (library / "libflash_qla.so").read_bytes(), re.DOTALL)
-        assert found == [b"\x07"] * len(_C.kernels())
+        # Blackwell's drivers, from CUDA 12.8 on, know a newer version.
+        blackwell = sum(kernel.architecture in ("sm_100", "sm_120") for kernel in _C.kernels())
+        assert found.count((b"\x33", b"\x07")) == len(_C.kernels()) - blackwell
+        assert found.count((b"\x41", b"\x08")) == blackwell
 
     def test_build_info(self):
         import flash_qla
@@ -696,7 +721,7 @@ class TestInstalled:
 
         info = _C.build_info()
         assert info.version == flash_qla.__version__ == importlib.metadata.version("flash-qla-aot")
-        assert (info.arch, info.cuda) == ("sm_90a", toolchain.CUDA_VERSION)
+        assert info.cuda == toolchain.CUDA_VERSION
         assert info.torch_target == "2.10"
 
     def test_the_wheel_requires_torch_only(self):
@@ -710,7 +735,8 @@ class TestInstalled:
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         for kernel in _C.kernels():
-            assert re.search(rf"^{kernel.name} .* {kernel.registers} ", result.stdout, re.MULTILINE)
+            row = rf"^{kernel.name} .* {kernel.architecture} .* {kernel.registers} "
+            assert re.search(row, result.stdout, re.MULTILINE)
 
 
 def test_ci_runs_the_command_of_the_readme():

@@ -44,6 +44,23 @@ SELECTED = {
 }
 
 
+# The same with --kernels portable: the kernels that every GPU from Ampere on has.
+PORTABLE = {
+    "test_portable.py": "",
+    "test_prefill.py": "first_slot or (test_checkpoints and not wide_keys)",
+    "test_float8.py": "not opcheck",
+    "test_head_dims.py": "test_autograd",
+    "test_large_states.py": "(prefill and bfloat16 and (fused or narrow)) or (reset and 3-)",
+}
+# Of a GPU of another compute capability
+ON_OTHER_GPUS = {
+    "test_portable.py": "65",
+    "test_decode.py": "test_tree_in_slots",
+    "test_convolution.py": "test_pieces_are_the_whole",
+    "test_norm.py": "test_dtypes_of_the_weight",
+}
+
+
 def sms_of(file: str) -> str:
     """The SMs of the GPU that a file's tests run on. With few SMs a CTA has several tiles in short calls."""
     return "4" if file in ("test_pairs.py", "test_norm.py") else "132"
@@ -60,13 +77,17 @@ def package() -> str:
 
 @pytest.mark.parametrize("sms", ("132", "4"))
 def test_in_emulation(package, sms):
-    files = {file: expression for file, expression in SELECTED.items() if sms_of(file) == sms}
+    check_in_emulation(package, {x: expression for x, expression in SELECTED.items() if sms_of(x) == sms}, sms)
+
+
+def check_in_emulation(package: str, files: dict[str, str], sms: str, *options: str, **environment: str) -> None:
+    """Runs the selected tests of each file. All pass, at least one of each file."""
     command = [sys.executable, "-P", "-m", "pytest", "-v", "-p", "plugin", "-p", "no:cacheprovider", "-m", "gpu"]
     path = os.pathsep.join([package, str(TESTS.parent / "emulator")])
-    selected = " or ".join(f"({file} and ({expression}))" for file, expression in files.items())
+    selected = " or ".join(f"({file} and ({expression or file}))" for file, expression in files.items())
     result = subprocess.run(
-        [*command, *(TESTS / file for file in files), "-k", selected],
-        env=os.environ | {"PYTHONPATH": path, "FLASH_QLA_QUIET": "1", "EMULATED_SMS": sms},
+        [*command, *options, *(TESTS / file for file in files), "-k", selected],
+        env=os.environ | {"PYTHONPATH": path, "FLASH_QLA_QUIET": "1", "EMULATED_SMS": sms} | environment,
         cwd=TESTS.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -77,10 +98,34 @@ def test_in_emulation(package, sms):
     assert passed == files.keys() and "FAILED" not in result.stdout, result.stdout
 
 
+def test_portable_kernels(package):
+    check_in_emulation(package, PORTABLE, "132", "--kernels", "portable")
+
+
+@pytest.mark.parametrize("capability", ("8.0", "8.6", "10.0", "12.0"))
+def test_other_gpus(package, capability):
+    """They take these kernels by themselves, and what they have no kernels for raises before anything is launched."""
+    options = ("--kernels", "portable")
+    check_in_emulation(package, ON_OTHER_GPUS, "132", *options, EMULATED_CAPABILITY=capability)
+    code = """
+import torch, flash_qla
+x, g = torch.zeros(1, 3, 1, 128, dtype=torch.bfloat16), torch.zeros(1, 3, 1)
+flash_qla.chunk_gated_delta_rule(x, x, x, g, g)
+torch.ops.flash_qla.gated_delta_rule_forward_begin(x, x, x, g, g, [0])
+"""
+    environment = os.environ | {"PYTHONPATH": package, "EMULATED_CAPABILITY": capability}
+    command = [sys.executable, "-P", "-c", code]
+    result = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+    words = f"its kernels were compiled for sm_90a, but this GPU has compute capability {capability}"
+    assert f"gated_delta_rule_forward_begin: {words}" in result.stderr.splitlines()[-1], result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "status"),
     (
         ("--kernel segment_scan --shape 130+0+64", 0),
+        ("--kernel portable_forward --shape 130+0+64", 0),
+        ("--kernel portable_token_gradients --shape 1x70 --heads 1x2", 0),
         ("--kernel token_gradients --shape 1x70 --heads 1x2", 0),
         ("--kernel decode_buffered --shape 2x1", 0),
         ("--kernel causal_conv1d_backward --shape 130+0+64", 0),

@@ -378,8 +378,9 @@ def test_integration_declines_other_chunks():
     assert not accepted
 
 
-def test_integration_declines_other_gpus(monkeypatch):
-    """FLA asks flash_qla on Blackwell too."""
+@pytest.mark.parametrize("capability", ((8, 0), (8, 9), (10, 0), (12, 0)))
+def test_integration_declines_other_gpus(monkeypatch, capability):
+    """There FLA's kernels run, because nobody has measured whether flash_qla's are faster."""
     inputs, _ = arguments_of(Case(T=1), "cpu")
     verify = Backend().chunk_gated_delta_rule_verifier
     assert verify(**inputs) == (True, None)
@@ -387,9 +388,24 @@ def test_integration_declines_other_gpus(monkeypatch):
     class OnGPU(torch.Tensor):
         is_cuda = True
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     accepted, reason = verify(**{**inputs, "q": inputs["q"].as_subclass(OnGPU)})
     assert not accepted and "Hopper" in reason
+
+
+@pytest.mark.parametrize("blackwell", ("IS_NVIDIA_SM100", "IS_NVIDIA_SM120"))
+def test_fla_asks_for_the_forward_on_blackwell(monkeypatch, blackwell):
+    """Without the integration. tests/test_emulator.py runs this function on such GPUs. On SM120 FLA trains itself."""
+    monkeypatch.setattr(fla_backend, "IS_NVIDIA_HOPPER", False)
+    monkeypatch.setattr(fla_backend, blackwell, True)
+    inputs, _ = arguments_of(Case(T=70, **FEW), "cpu")
+    with torch.no_grad(), Ran() as ran:
+        o, _ = through_fla(inputs)
+    assert ran.ops == [FORWARD]
+    accuracy.check("o", o, reference_of(inputs).o, dtype=torch.bfloat16, case=Case(T=70, **FEW))
+    training = inputs | {"q": inputs["q"].detach().requires_grad_()}
+    accepted, _ = fla_backend.FlashQLABackend().chunk_gated_delta_rule_verifier(**training)
+    assert accepted == (blackwell == "IS_NVIDIA_SM100")
 
 
 @pytest.mark.parametrize("head_dims", [{}, {"K": 96, "V": 192}], ids=str)

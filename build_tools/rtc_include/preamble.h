@@ -3,6 +3,11 @@
 #pragma once
 
 #include <cuda_device_runtime_api.h>
+#if __CUDA_ARCH__ < 900
+// There is no programmatic dependent launch: a kernel begins when its predecessor has ended.
+#define cudaGridDependencySynchronize() static_cast<void>(0)
+#define cudaTriggerProgrammaticLaunchCompletion() static_cast<void>(0)
+#endif
 #include <tl_templates/cuda/nvrtc_std.h>
 // This header comes before CUB, whose macros have the names of its enumerators.
 #include <cutlass/floating_point_nvrtc.h>

@@ -14,7 +14,7 @@ void say_once_that_this_is_slow(const char* op) {
     warn(
         op,
         "flash_qla: the tensors are on the CPU, so the plain recurrence runs, which is the slow path. The fast kernels "
-        "need a Hopper GPU (sm_90). This is said once per process; FLASH_QLA_QUIET=1 in the environment silences it.");
+        "need a GPU. This is said once per process; FLASH_QLA_QUIET=1 in the environment silences it.");
   }
 }
 

@@ -1,6 +1,8 @@
-// The backward on a Hopper GPU: the l2norm if it has kernels of its own, the plan, the chunks' gates and matrices, with
-// context parallelism the segments' maps and their scans. Then the replay of the states, the recurrence in reverse with
-// the gradients of the inputs, the gradients of pre-activation gates and betas, and the backward of the l2norm.
+// The backward: the l2norm if it has kernels of its own, the plan, the chunks' gates and matrices, with context
+// parallelism the segments' maps and their scans. Then the replay of the states, the recurrence in reverse with the
+// gradients of the inputs, the gradients of pre-activation gates and betas, and the backward of the l2norm. Other GPUs
+// than Hopper's have kernels of their own for the matrices, the replay and the gradients of the inputs, and no context
+// parallelism.
 
 #include "gpu/arguments.h"
 #include "gpu/dispatch.h"
@@ -95,7 +97,7 @@ class Backward {
 
   // dh0 gets the gradients of the initial states, if there are initial states.
   void input_gradients(const std::optional<Tensor>& last, const Tensor& dh0) const {
-    if (has_wide_keys(call_.K)) {
+    if (d_.by_tokens) {
       replay_gradients(last, dh0);
       token_gradients();
     } else {
@@ -200,7 +202,7 @@ class Backward {
          .gate_gradients = d_.gate_gradients,
          .early_ctas = d_.early_ctas,
          .head_blocks = head_blocks()},
-        {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside}, stream_);
+        {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside, .portable = d_.portable}, stream_);
   }
 
   void backward_maps() const {
@@ -236,6 +238,14 @@ class Backward {
   }
 
   void replay_states(const std::optional<Tensor>& first) const {
+    if (d_.portable) {
+      kernels::portable_replay({.chunks = chunks(),
+                                .states = own_states(call_, data(first)),
+                                .replay = replay(),
+                                .value_tiles = value_tiles(call_.V, kNarrowTile)},
+                               {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
+      return;
+    }
     kernels::replay_states(
         {.chunks = chunks(), .states = own_states(call_, data(first)), .maps = pass_.maps(), .replay = replay()},
         {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
@@ -267,11 +277,21 @@ class Backward {
                              .turns = workspace_[workspace_.turns],
                              .gradients = gradients_in_parts(),
                              .scale = static_cast<float>(*call_.scale),
-                             .parts = gradient_parts(call_.K, call_.V)},
+                             .parts = d_.gradient_parts},
                             {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside}, stream_);
   }
 
   void replay_gradients(const std::optional<Tensor>& last, const Tensor& dh0) const {
+    if (d_.portable) {
+      kernels::portable_replay_gradients({.chunks = backward_chunks(),
+                                          .output_gradient = output_gradient(),
+                                          .ends = ends(last, dh0),
+                                          .reverse_replay = reverse_replay(),
+                                          .scale = static_cast<float>(*call_.scale),
+                                          .value_tiles = value_tiles(call_.V, kNarrowTile)},
+                                         {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
+      return;
+    }
     kernels::replay_gradients({.chunks = backward_chunks(),
                                .output_gradient = output_gradient(),
                                .grad_states = grad_states(),
@@ -282,6 +302,18 @@ class Backward {
   }
 
   void token_gradients() const {
+    if (d_.portable) {
+      kernels::portable_token_gradients({.chunks = backward_chunks(),
+                                         .output_gradient = output_gradient(),
+                                         .replay = replay(),
+                                         .reverse_replay = reverse_replay(),
+                                         .turns = workspace_[workspace_.turns],
+                                         .gradients = gradients_in_parts(),
+                                         .scale = static_cast<float>(*call_.scale),
+                                         .parts = d_.gradient_parts},
+                                        {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
+      return;
+    }
     kernels::token_gradients({.chunks = backward_chunks(),
                               .output_gradient = output_gradient(),
                               .replay = replay(),
@@ -289,7 +321,7 @@ class Backward {
                               .turns = workspace_[workspace_.turns],
                               .gradients = gradients_in_parts(),
                               .scale = static_cast<float>(*call_.scale),
-                              .parts = gradient_parts(call_.K, call_.V)},
+                              .parts = d_.gradient_parts},
                              {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
@@ -308,7 +340,7 @@ class Backward {
                              .counters = workspace_[workspace_.counters],
                              .dA_log = data_if(call_.use_gate, out_.dA_log),
                              .ddt_bias = data_if(call_.dt_bias.has_value(), out_.ddt_bias),
-                             .parts = gradient_parts(call_.K, call_.V),
+                             .parts = d_.gradient_parts,
                              .head_blocks = head_blocks()},
                             {}, stream_);
   }

@@ -55,7 +55,7 @@ bool can_fuse(const ForwardShape& shape) {
 // The lengths of segments that the host considers, in chunks. The first one is 0: no segments. Over ranks 0 is left out
 // if there are other lengths, because the maps come from segments.
 std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& forced) {
-  if (!has_maps(shape)) {
+  if (!has_maps(shape) || shape.portable) {
     return {0};
   }
   if (forced.segment_chunks >= 0) {
@@ -126,6 +126,9 @@ int64_t early_ctas(const Shape& shape) {
 }
 
 std::vector<ForwardPath> paths_of(const ForwardShape& shape, const Override& forced) {
+  if (shape.portable) {
+    return {TwoKernels{kNarrowTile}};
+  }
   require_tile(shape, forced.value_tile);
   std::vector<ForwardPath> paths;
   for (const int64_t segment_chunks : segmentations(shape, forced)) {

@@ -1,4 +1,4 @@
-// The causal depthwise convolution on a Hopper GPU.
+// The causal depthwise convolution on a GPU.
 #include "convolution.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Decoding on a Hopper GPU: one kernel.
+// Decoding on a GPU: one kernel.
 #include "decode.h"
 
 #include <cstdint>
@@ -62,6 +62,7 @@ void check_supported(const DecodeCall& call) {
 
 void check_supported(const BufferedDecodeCall& call) {
   check_decode_on_gpu(call);
+  check_gpu(call.op, call.q, kernels::kDecodeBufferedArchitectures);
   check(!has_wide_keys(call.K), call.op, "q has head dimension K = ", call.K, ", expected at most 128 on a GPU");
   check_slots_on_gpu(call.op, "d_cache", call.d_cache);
   check_slots_on_gpu(call.op, "k_cache", call.k_cache);

@@ -11,6 +11,7 @@
 #include "gpu/arguments.h"
 #include "gpu/decode.h"
 #include "gpu/head_dims.h"
+#include "gpu/override.h"
 #include "gpu/runtime/device.h"
 #include "gpu/runtime/stream.h"
 #include "gpu/states.h"
@@ -78,7 +79,11 @@ int64_t norm_lanes(int64_t V) {
 bool fits_one_kernel(const DecodeRegion& region) {
   const DecodeCall& rule = region.rule();
   const RegionArguments& r = region.arguments();
-  if (rule.T != 1 || has_wide_keys(rule.K) || !kernels::is_compiled(instance_of(rule))) {
+  const Gpu& gpu = gpu_of(r.mixed);
+  const bool runs = !current_overrides().portable &&
+                    std::ranges::any_of(kernels::kDecodeRegionArchitectures,
+                                        [&](const char* name) { return runs_on(name, gpu.major, gpu.minor); });
+  if (!runs || rule.T != 1 || has_wide_keys(rule.K) || !kernels::is_compiled(instance_of(rule))) {
     return false;
   }
   const Cluster smallest = cluster_of(rule, 0);

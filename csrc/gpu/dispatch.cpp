@@ -26,6 +26,9 @@ bool always_cut(const Shape& shape, const Override& forced) { return forced.alwa
 template <typename DirectionShape>
 auto fastest(const DirectionShape& shape, const Override& forced) {
   const auto paths = paths_of(shape, forced);
+  if (shape.portable) {  // one path, which the cost model does not know
+    return Choice{paths.front(), 0.0};
+  }
   Choice found = {paths.front(), predict(shape, paths.front(), always_cut(shape, forced))};
   for (const auto& path : paths) {
     if (const double us = predict(shape, path, always_cut(shape, forced)); us < found.us) {
@@ -52,6 +55,7 @@ Dispatch decide_common(const DirectionShape& shape, const Override& forced, cons
       .heads_per_cta = heads_per_cta(shape, chunks),
       .early_ctas = early_ctas(shape),
       .over_ranks = shape.over_ranks,
+      .portable = shape.portable,
       .short_maps_last = false,
       .planned = true,
       .workspace_bytes = 0,
@@ -72,7 +76,7 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   static_cast<Dispatch&>(d) = decide_common(shape, forced, choice);
   d.path = choice.path;
   const int64_t tiles = d.segments * shape.H_v * value_tiles(shape.V, value_tile_of(d.path));
-  d.ctas = std::min<int64_t>(tiles, shape.card.sm_count);
+  d.ctas = shape.portable ? tiles : std::min<int64_t>(tiles, shape.card.sm_count);
   d.short_maps_last = !d.fuses_segments() && puts_short_maps_last(shape, d, 1);
   d.early = d.is_only_fused() && begins_early(shape);
   // No early CTAs of chunk_matrices where they read needs_maps, or only the plan knows where chunks begin.
@@ -87,10 +91,12 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
 BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
   BackwardDispatch d{};
   static_cast<Dispatch&>(d) = decide_common(shape, forced, fastest(shape, forced));
-  d.normalizes_inside = normalizes_inside(shape);
+  d.normalizes_inside = !shape.portable && normalizes_inside(shape);
   d.l2norm = shape.use_qk_l2norm && !d.normalizes_inside;
   d.short_maps_last = puts_short_maps_last(shape.forward(), d, 2);
-  d.gate_gradients = shape.activations || gradient_parts(shape.K, shape.V) > 1;
+  d.by_tokens = has_wide_keys(shape.K) || shape.portable;
+  d.gradient_parts = d.by_tokens ? key_parts(shape.K) : value_tiles(shape.V);
+  d.gate_gradients = shape.activations || d.gradient_parts > 1;
   d.workspace_bytes = BackwardWorkspace(shape, d).bytes();
   return d;
 }
@@ -108,6 +114,9 @@ Record decide_once(const DirectionShape& shape, Override forced) {
     Record found;
   };
   thread_local std::optional<Decision> last;
+  if (shape.portable) {
+    forced = {};
+  }
   if (!may_cut(shape) && forced.segment_chunks != 0) {
     forced.segment_chunks = forced.cut_above = 0;
   }

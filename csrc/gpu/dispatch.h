@@ -49,6 +49,7 @@ struct Dispatch {
   int64_t heads_per_cta;   // of chunk_matrices: value heads of a group that share a CTA's K K^T and Q K^T
   int64_t early_ctas;      // of chunk_matrices: CTAs that find their chunks by themselves while chunk_plan runs
   bool over_ranks;
+  bool portable;         // see shape.h
   bool short_maps_last;  // of segment_maps and backward_maps, see there
   bool planned;          // chunk_plan runs. If not, fused_forward is the only kernel, and each CTA has one work tile
   int64_t workspace_bytes;
@@ -64,7 +65,7 @@ struct Dispatch {
 struct ForwardDispatch : Dispatch {
   ForwardPath path;
   bool early;    // of fused_forward: every CTA finds its first segment by itself
-  int64_t ctas;  // of chunk_forward or fused_forward, which is persistent: at most one CTA per SM
+  int64_t ctas;  // of the last kernel; chunk_forward and fused_forward are persistent: at most one CTA per SM
 
   bool is_only_fused() const { return std::holds_alternative<OneKernel>(path); }
   bool fuses_segments() const { return std::holds_alternative<OneKernelOverSegments>(path); }
@@ -73,6 +74,8 @@ struct ForwardDispatch : Dispatch {
 struct BackwardDispatch : Dispatch {
   bool normalizes_inside;  // the kernels take queries and keys as they are, and do the l2norm
   bool l2norm;             // l2norm and l2norm_backward run
+  bool by_tokens;          // all chunks' gradients come in parallel, after the recurrences of both directions
+  int64_t gradient_parts;  // of db and dg: one for each tile of value rows or, by tokens, for each part of the key
   bool gate_gradients;     // gate_gradients runs: activations are inside, or sums over gradient_parts are needed
 };
 

@@ -1,5 +1,6 @@
-// The forward on a Hopper GPU: the plan, the chunks' matrices, with context parallelism the segments' maps and their
-// scan, then states and output. The fused kernel does everything after the plan.
+// The forward: the plan, the chunks' matrices, with context parallelism the segments' maps and their scan, then states
+// and output. The fused kernel does everything after the plan. Other GPUs than Hopper's have kernels of their own for
+// the matrices and for states and output, and no context parallelism.
 
 #include "gpu/arguments.h"
 #include "gpu/dispatch.h"
@@ -81,6 +82,8 @@ class Forward {
     }
     if (is_fused(d_.path)) {
       fused_forward();
+    } else if (d_.portable) {
+      portable_forward();
     } else {
       chunk_forward();
     }
@@ -149,27 +152,41 @@ class Forward {
   void chunk_matrices() const {
     kernels::Outputs written = outputs();
     written.has_A = written.has_g_cumsum = call_.output_A && !d_.fuses_segments();
-    kernels::chunk_matrices({.chunks = pass_.chunks(),
-                             .gates = gates(),
-                             .sequences = sequences_of(call_),
-                             .slots = states_.slots,
-                             .outputs = written,
-                             .backward = kNoBackwardTables,
-                             .gradients = kNoGradients,
-                             .memory = memory(),
-                             .heads = d_.heads_per_cta,
-                             .scale = static_cast<float>(*call_.scale),
-                             .cumulative = false,
-                             .gate_gradients = false,
-                             .early_ctas = d_.early_ctas,
-                             .head_blocks = 0},
-                            {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = call_.use_qk_l2norm}, stream_);
+    kernels::chunk_matrices(
+        {.chunks = pass_.chunks(),
+         .gates = gates(),
+         .sequences = sequences_of(call_),
+         .slots = states_.slots,
+         .outputs = written,
+         .backward = kNoBackwardTables,
+         .gradients = kNoGradients,
+         .memory = memory(),
+         .heads = d_.heads_per_cta,
+         .scale = static_cast<float>(*call_.scale),
+         .cumulative = false,
+         .gate_gradients = false,
+         .early_ctas = d_.early_ctas,
+         .head_blocks = 0},
+        {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = call_.use_qk_l2norm, .portable = d_.portable}, stream_);
   }
 
   void segment_maps() const {
     kernels::segment_maps(
         {.chunks = pass_.map_chunks(), .maps = pass_.maps(), .memory = memory(), .short_last = d_.short_maps_last},
         {.dtype = pass_.dtype(), .K = pass_.K(), .partial = d_.over_ranks || has_wide_keys(call_.K)}, stream_);
+  }
+
+  void portable_forward() const {
+    kernels::portable_forward({.chunks = pass_.chunks(),
+                               .states = states_.numbers,
+                               .kept = states_.kept,
+                               .o = out_.o.mutable_data_ptr(),
+                               .h = data_if(call_.output_h, out_.h),
+                               .has_h = call_.output_h,
+                               .value_tiles = value_tiles(call_.V, value_tile_of(d_.path)),
+                               .rounds = states_.rounds,
+                               .h_slots = call_.output_h ? call_.h_chunks : 0},
+                              {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
   void chunk_forward() const {

@@ -23,10 +23,8 @@ inline int64_t instance_K(int64_t K) { return *std::ranges::lower_bound(kernels:
 inline bool has_wide_keys(int64_t K) { return instance_K(K) > kNarrowKey; }
 
 inline int64_t value_tiles(int64_t V, int64_t tile = kWideTile) { return ceil_div(V, tile); }
-// Parts of a key's channels (key_parts of kernels_tl/config.py), and of the backward's db and dg: one for each tile of
-// value rows or, with K > 128, for each part of the key.
+// Parts of a key's channels (key_parts of kernels_tl/config.py).
 inline int64_t key_parts(int64_t K) { return ceil_div(instance_K(K), kKeyPart); }
-inline int64_t gradient_parts(int64_t K, int64_t V) { return has_wide_keys(K) ? key_parts(K) : value_tiles(V); }
 // Value rows of states that only kernels read.
 inline int64_t value_rows(int64_t V) { return value_tiles(V) * kWideTile; }
 

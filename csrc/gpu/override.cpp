@@ -66,7 +66,7 @@ Overrides current_overrides() {
   return overrides;
 }
 
-Overrides exchange_overrides(const Override* forward, const Override* backward) {
+Overrides exchange_overrides(const Override* forward, const Override* backward, const bool* portable) {
   if (forward != nullptr) {
     check_forward(*forward);
   }
@@ -76,7 +76,8 @@ Overrides exchange_overrides(const Override* forward, const Override* backward) 
   const std::lock_guard lock(mutex);
   const Overrides previous = overrides;
   overrides = {.forward = forward != nullptr ? *forward : previous.forward,
-               .backward = backward != nullptr ? *backward : previous.backward};
+               .backward = backward != nullptr ? *backward : previous.backward,
+               .portable = portable != nullptr ? *portable : previous.portable};
   return previous;
 }
 

@@ -20,12 +20,13 @@ struct Override {
 
 struct Overrides {
   Override forward, backward;
+  bool portable = false;  // the kernels that run on every GPU from Ampere on, also on Hopper
 };
 
 Overrides current_overrides();
 
-// Sets both at once and returns the previous overrides. nullptr keeps that direction's override. Throws for an override
-// that no call can follow, and then sets neither.
-Overrides exchange_overrides(const Override* forward, const Override* backward);
+// Sets all at once and returns the previous overrides. nullptr keeps that override. Throws for an override that no call
+// can follow, and then sets none.
+Overrides exchange_overrides(const Override* forward, const Override* backward, const bool* portable);
 
 }  // namespace flash_qla

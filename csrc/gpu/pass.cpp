@@ -4,6 +4,7 @@
 
 #include "chunks.h"
 #include "gpu/arguments.h"
+#include "gpu/override.h"
 #include "gpu/plan.h"
 #include "gpu/runtime/device.h"
 #include "ranks.h"
@@ -37,7 +38,8 @@ Shape shape_of(const Call& call) {
           .K = call.K,
           .V = call.V,
           .fp16 = call.dtype == ScalarType::Half,
-          .over_ranks = call.over_ranks};
+          .over_ranks = call.over_ranks,
+          .portable = !call.over_ranks && (!gpu_of(call.q).is_hopper() || current_overrides().portable)};
 }
 
 void copy_or_zero(Tensor& to, const std::optional<Tensor>& from) {

@@ -1,4 +1,4 @@
-// The prefill on a Hopper GPU: the forward. Its kernels read and write the states in the pool.
+// The prefill on a GPU: the forward. Its kernels read and write the states in the pool.
 #include "prefill.h"
 
 #include <algorithm>

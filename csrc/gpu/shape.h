@@ -38,6 +38,7 @@ struct Shape {
   int64_t K = 128, V = 128;
   bool fp16 = false;        // q is fp16
   bool over_ranks = false;  // a call of ranks (ranks.h): each sequence is cut, because the cuts give its maps
+  bool portable = false;    // the kernels that run on every GPU from Ampere on, in the place of Hopper's
 
   int64_t group() const { return H_v / H_k; }  // value heads of a query/key head
   bool operator==(const Shape&) const = default;
@@ -52,7 +53,8 @@ struct Shape {
                       CardField{"memory_gb_s", &Card::memory_gb_s}, Field{"auto_cp", &Shape::auto_cp},
                       Field{"varlen", &Shape::varlen}, Field{"max_seqlen", &Shape::max_seqlen},
                       Field{"use_qk_l2norm", &Shape::use_qk_l2norm}, Field{"K", &Shape::K}, Field{"V", &Shape::V},
-                      Field{"fp16", &Shape::fp16}, Field{"over_ranks", &Shape::over_ranks});
+                      Field{"fp16", &Shape::fp16}, Field{"over_ranks", &Shape::over_ranks},
+                      Field{"portable", &Shape::portable});
   }
 };
 

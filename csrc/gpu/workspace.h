@@ -111,14 +111,14 @@ struct BackwardWorkspace : PassWorkspace {
   BackwardWorkspace(const BackwardShape& shape, const BackwardDispatch& d)
       : PassWorkspace(shape, d, false, false, d.over_ranks ? 0 : h_elements(shape, d)),
         backward_gates(reserve<float>(d.chunk_slots * shape.H_v * gate_rows(d) * kChunk)),
-        has_v_new(d.over_ranks || has_wide_keys(shape.K)),
+        has_v_new(d.over_ranks || d.by_tokens),
         v_new(reserve<uint16_t>(has_v_new ? value_elements(shape) : 0)),
         h(d.over_ranks ? reserve<uint16_t>(h_elements(shape, d)) : maps),
-        dh(reserve<uint16_t>(has_wide_keys(shape.K) ? d.chunk_slots * state_rows(shape.H_v, shape.K, shape.V) : 0)),
-        u(reserve<uint16_t>(has_wide_keys(shape.K) ? value_elements(shape) : 0)),
+        dh(reserve<uint16_t>(d.by_tokens ? d.chunk_slots * state_rows(shape.H_v, shape.K, shape.V) : 0)),
+        u(reserve<uint16_t>(d.by_tokens ? value_elements(shape) : 0)),
         turns(reserve<int32_t>(d.chunk_slots * key_parts(shape.K) * shape.H_k)),
-        db_parts(reserve<float>(d.gate_gradients ? parts(shape) * shape.B * shape.T * shape.H_v : 0)),
-        dg_parts(reserve<float>(d.gate_gradients ? parts(shape) * shape.B * shape.T * shape.H_v : 0)),
+        db_parts(reserve<float>(d.gate_gradients ? d.gradient_parts * shape.B * shape.T * shape.H_v : 0)),
+        dg_parts(reserve<float>(d.gate_gradients ? d.gradient_parts * shape.B * shape.T * shape.H_v : 0)),
         gate_sums(reserve<float>(d.gate_gradients ? d.chunk_slots * shape.H_v * 2 : 0)),
         counters(reserve<int32_t>(d.gate_gradients ? ceil_div(shape.H_v, kGateHeads) : 0)),
         normalized(reserve<uint16_t>(d.l2norm ? 2 * shape.B * shape.T * shape.H_k * shape.K : 0)),
@@ -127,12 +127,12 @@ struct BackwardWorkspace : PassWorkspace {
         reverse_skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)) {}
 
   const Region<float> backward_gates;  // [chunk_slots, H_v, gate_rows, kChunk]
-  // Whether V_new is here. Elsewhere it is in the memory of dv, but the replay over ranks has no outputs, and with wide
-  // keys one CTA would write dv while another one reads V_new.
+  // Whether V_new is here. Elsewhere it is in the memory of dv, but the replay over ranks has no outputs, and by tokens
+  // one CTA would write dv while another one reads V_new.
   const bool has_v_new;
   const Region<uint16_t> v_new;  // [B * T, H_v, V]
   const Region<uint16_t> h;      // [chunk_slots, H_v, rows, K]: a chunk's first state
-  // Only with K > 128:
+  // Only by tokens:
   const Region<uint16_t> dh;  // [chunk_slots, H_v, rows, K]: the gradient of the state after a chunk
   const Region<uint16_t> u;   // [B * T, H_v, V]
   // With all keys:
@@ -156,7 +156,6 @@ struct BackwardWorkspace : PassWorkspace {
   static int64_t gate_rows(const BackwardDispatch& d) {
     return d.normalizes_inside ? int64_t{NormalizedGate::kCount} : int64_t{BackwardGate::kCount};
   }
-  static int64_t parts(const Shape& shape) { return gradient_parts(shape.K, shape.V); }
 };
 
 }  // namespace flash_qla

@@ -154,10 +154,11 @@ std::map<std::string, std::map<std::string, int>> cards() {
 }
 
 void add_classes(py::module_& module) {
-  Record<KernelInfo>(module, "Kernel", "A compiled kernel instance.")
+  Record<KernelInfo>(module, "Kernel", "A kernel instance, compiled for an architecture.")
       .field("name", &KernelInfo::name, "The instance's name.")
       .field("kernel", &KernelInfo::kernel, "The kernel's name.")
       .field("params", params_of, "The parameters that it was compiled for.")
+      .field("architecture", &KernelInfo::architecture, "The GPU architecture of the code.")
       .field("threads", &KernelInfo::threads, "Threads per block.")
       .field("registers", &KernelInfo::registers, "Registers per thread, as ptxas assigned them.")
       .field("static_shared_bytes", &KernelInfo::static_shared_bytes, "Static shared memory per block.")
@@ -170,7 +171,6 @@ void add_classes(py::module_& module) {
       .field("version", &BuildInfo::version, "The package's version.")
       .field("tilelang", &BuildInfo::tilelang, "The version of TileLang, which lowered the kernels.")
       .field("cuda", &BuildInfo::cuda, "The version of CUDA, whose NVRTC compiled the kernels.")
-      .field("arch", &BuildInfo::arch, "The GPU architecture.")
       .field("torch_target", &BuildInfo::torch_target,
              "The oldest PyTorch whose stable ABI has what the library uses.");
 
@@ -217,8 +217,12 @@ void add_classes(py::module_& module) {
 }
 
 void add_functions(py::module_& module) {
-  module.def("kernels", [] { return list_of(flash_qla_kernels); }, "The compiled kernel instances.");
+  module.def(
+      "kernels", [] { return list_of(flash_qla_kernels); },
+      "The kernel instances, each as often as it was compiled for an architecture.");
   module.def("build_info", &flash_qla_build_info, "The versions of the package and of its tools.");
+  module.def("runs_on", &flash_qla_runs_on, strict("architecture"), strict("major"), strict("minor"),
+             "Whether code for an architecture, such as sm_80 or sm_90a, runs on a GPU of this compute capability.");
   module.def("driver_cuda_version", &flash_qla_driver_cuda_version,
              "CUDA version that the driver supports, 1000 * major + 10 * minor; 0 without a driver.");
   module.def("gpus", [] { return list_of(flash_qla_gpus); }, "The GPUs of this machine.");
@@ -236,7 +240,8 @@ void add_functions(py::module_& module) {
 
 N is the number of sequences. low_level: chunk_gated_delta_rule_fwd, which returns A. use_qk_l2norm: the l2norm is
 inside. output_h: the call returns h, which the fused kernel does not write. fp16: the dtype of q. over_ranks: the call
-of a rank in context parallelism.
+of a rank in context parallelism. portable: the kernels that run on every GPU from Ampere on; the cost model does not
+know them.
 
 Of a prefill: batch_invariant and checkpoint_every as in the call. resumable: checkpoints are not at multiples of 64
 tokens, or batch_invariant rounds the state there, because the checkpoints are not in fp32. float8: the pool or the
@@ -250,15 +255,17 @@ inside. fp16: the dtype of q. over_ranks: the call of a rank in context parallel
 call has.)");
   module.def(
       "exchange_overrides",
-      [](const std::optional<Override>& forward, const std::optional<Override>& backward) {
+      [](const std::optional<Override>& forward, const std::optional<Override>& backward,
+         const std::optional<bool>& portable) {
         Overrides previous;
-        raise(flash_qla_exchange_overrides(forward ? &*forward : nullptr, backward ? &*backward : nullptr, &previous));
-        return std::pair(previous.forward, previous.backward);
+        raise(flash_qla_exchange_overrides(forward ? &*forward : nullptr, backward ? &*backward : nullptr,
+                                           portable ? &*portable : nullptr, &previous));
+        return std::tuple(previous.forward, previous.backward, previous.portable);
       },
-      py::arg("forward"), py::arg("backward"),
+      py::arg("forward"), py::arg("backward"), py::arg("portable"),
       R"(Sets the overrides of both dispatches at once, for the process, and returns the previous overrides.
 
-None keeps a direction's override. Raises ValueError for an override that no call can follow. forced_dispatch of
+portable: whether a Hopper GPU runs the kernels that all GPUs have. None keeps an override. Raises ValueError for an override that no call can follow. forced_dispatch of
 flash_qla.testing calls this function, and later restores the overrides that it returned.)");
 }
 

@@ -158,8 +158,11 @@ void move_box(Box move, const CUtensorMap& map, const void* shared, std::initial
 // Fails unless address and size are multiples of `piece` bytes, as copies in such pieces need. (-fsanitize=alignment
 // checks loads and stores of vectors.)
 void check_pieces(const void* global, int64_t bytes, int piece = 16);
-// Copies a piece of global memory to shared memory, or writes zeros.
+// cp.async: copies a piece of global memory to shared memory, or writes zeros, when the thread waits for the group that
+// it commits next.
 void copy_piece(void* to, const void* from, bool is_there, int bytes);
+void commit_copies();
+void wait_for_copies(int in_flight);  // all but so many of the last groups
 // Copies bytes of global memory to shared memory, and completes them at the barrier.
 void load_bytes(Mbarrier& barrier, void* to, const void* from, int bytes);
 
@@ -373,6 +376,24 @@ template <typename... Coordinates>
 void tma_store(const CUtensorMap& map, const void* shared, Coordinates... at) {
   emulator::move_box(emulator::Box::kStore, map, shared, {at...});
 }
+// Of T.gemm on architectures without WGMMA
+inline void ptx_ldmatrix_x4(const void* from, void* to) {
+  emulator::load_matrices(*static_cast<uint32_t (*)[4]>(to), emulator::shared_address(from), false);
+}
+inline void ptx_ldmatrix_x4_trans(const void* from, void* to) {
+  emulator::load_matrices(*static_cast<uint32_t (*)[4]>(to), emulator::shared_address(from), true);
+}
+template <DataType kA, DataType, DataType kC, int kM, int kN, int kK, bool kTransposeA, bool kTransposeB>
+void mma_sync(float* c, const unsigned* a, const unsigned* b) {
+  static_assert(kM == 16 && kN == 8 && kK == 16 && kC == DataType::kFloat32 && !kTransposeA && kTransposeB);
+  emulator::mma_16(*reinterpret_cast<float (*)[4]>(c), *reinterpret_cast<const uint32_t (*)[4]>(a),
+                   *reinterpret_cast<const uint32_t (*)[2]>(b), kA == DataType::kBFloat16);
+}
+inline float2 mul2(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
+inline float2 add2(float2 x, float2 y) { return {x.x + y.x, x.y + y.y}; }
+inline float2 sub2(float2 x, float2 y) { return {x.x - y.x, x.y - y.y}; }
+inline float2 fma2(float2 x, float2 y, float2 z) { return {std::fma(x.x, y.x, z.x), std::fma(x.y, y.y, z.y)}; }
+
 inline void prefetch_tma_descriptor(const CUtensorMap&) {}
 inline void fence_proxy_async() { emulator::races::fence(); }
 inline void fence_barrier_init() {}

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/float8.cuh"
+
 namespace flash_qla::device {
 
 // Instructions to the compiler.
@@ -61,6 +63,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 // in fp16, which holds every number of both formats.
 template <bool kE5M2>
 __device__ __forceinline__ uint32_t pack_8(float low, float high) {
+#if __CUDA_ARCH__ >= 900
   uint16_t pair;
   if constexpr (kE5M2) {
     asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
@@ -68,9 +71,13 @@ __device__ __forceinline__ uint32_t pack_8(float low, float high) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   }
   return pair;
+#else
+  return round_to_8<kE5M2>(low) | round_to_8<kE5M2>(high) << 8;
+#endif
 }
 template <bool kE5M2>
 __device__ __forceinline__ uint32_t unpack_8(uint32_t pair) {
+#if __CUDA_ARCH__ >= 900
   uint32_t halves;
   if constexpr (kE5M2) {
     asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
@@ -78,6 +85,9 @@ __device__ __forceinline__ uint32_t unpack_8(uint32_t pair) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
   }
   return halves;
+#else
+  return widen_from_8<kE5M2>(pair & 0xff) | widen_from_8<kE5M2>(pair >> 8 & 0xff) << 16;
+#endif
 }
 
 // c += a b, 16 x 8 += (16 x 8)(8 x 8), in TF32. With g = lane / 4, t = lane % 4: c holds (g, 2t), (g, 2t + 1), (g + 8,
@@ -165,6 +175,7 @@ __device__ __forceinline__ uint32_t transposed(uint32_t x) {
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x));
   return x;
 }
+#if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                "r"(c), "r"(d)
@@ -176,6 +187,23 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint
                "r"(c), "r"(d)
                : "memory");
 }
+#else  // sm_80 has no stmatrix
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const uint32_t x[4] = {a, b, c, d};
+  const int lane = threadIdx.x & 31;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t row = __shfl_sync(~0u, address, 8 * i + lane / 4);
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + lane % 4 * 4), "r"(x[i]) : "memory");
+  }
+  __syncwarp();
+}
+__device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
+                                                          uint32_t d) {
+  store_matrices(address, transposed(a), transposed(b), transposed(c), transposed(d));
+}
+#endif
 
 // Copies.
 
@@ -196,14 +224,20 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");
 }
 
-// Prefetches bytes of global memory into L2.
-__device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // Prefetches the line of an address into L2.
 __device__ __forceinline__ void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
+// Prefetches bytes of global memory into L2.
+__device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#else
+  for (int line = 0; line < bytes; line += 128) {
+    prefetch_line(static_cast<const char*>(from) + line);
+  }
+#endif
 }
 
 // Announces `bytes` bytes to the barrier, a tl::Barrier.
@@ -247,7 +281,11 @@ __device__ __forceinline__ void add_box(const CUtensorMap& map, const void* box,
       "r"(shared_address(box)), "r"(x0), "r"(x1), "r"(x2)
       : "memory");
 }
-__device__ __forceinline__ void fence_boxes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_boxes() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void wait_for_boxes() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void wait_until_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
@@ -294,6 +332,10 @@ __device__ __forceinline__ void wait_for_sent(uint64_t* barrier) {
       : "memory");
 }
 // Orders accesses by instructions with accesses by TMA.
-__device__ __forceinline__ void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
 
 }  // namespace flash_qla::device

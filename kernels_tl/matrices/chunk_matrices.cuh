@@ -268,21 +268,103 @@ __device__ __forceinline__ void gate_block(uint32_t (&gated)[2][2], uint32_t (&a
   }
 }
 
-// The destinations of a chunk and head's results.
-struct MatricesOut {
+// Rows of A that are requested, at the chunk's first token and a head.
+struct InverseOut {
+  void* rows;
+  int HV;
+  int valid;  // the chunk's tokens, or 0
+
+  template <typename T>
+  __device__ __forceinline__ T* row(int token) const {
+    return static_cast<T*>(rows) + static_cast<int64_t>(token) * HV * kChunk;
+  }
+};
+
+// Byte offset of a 16-byte piece in a staged block column of A, 64 tokens of two pieces, under TMA's 32-byte swizzle:
+// the pieces change places in tokens 4 to 7 of eight.
+__device__ __forceinline__ int in_inverse_column(int token, int piece) {
+  return token * 32 + ((piece ^ (token >> 2 & 1)) << 4);
+}
+
+// The destination of a chunk and head's results. One warp calls each function. store_inverse writes block column j of A
+// from `staging`, store_blocks block column j of L and P, transposed; `staging` may be written again after wait().
+struct MatricesByThreads {
+  InverseOut A;
+  void* matrices;  // L^T and P^T
+
+  __device__ __forceinline__ void wait() const { __syncwarp(); }
+
+  template <typename T>
+  __device__ __forceinline__ void store_inverse(int j, const char* staging) const {
+    __syncwarp();
+    const int lane = lane_here();
+#pragma unroll 1
+    for (int token = lane / 2; token < A.valid; token += kBlock) {
+      T* const to = A.row<T>(token) + kBlock * j;
+      reinterpret_cast<uint4*>(to)[lane & 1] =
+          *reinterpret_cast<const uint4*>(staging + in_inverse_column(token, lane & 1));
+    }
+  }
+
+  template <int j>
+  __device__ __forceinline__ void store_blocks(const char* staging) const {
+    __syncwarp();
+    constexpr int kPieces = 8 - 2 * j;  // of a row
+    uint16_t* const first = static_cast<uint16_t*>(matrices) + kBlock * (kChunk * j - kBlock * j * (j - 1) / 2);
+#pragma unroll
+    for (int matrix = 0; matrix < 2; ++matrix) {
+      uint4* const to = reinterpret_cast<uint4*>(first + matrix * kTriangle);
+#pragma unroll 1
+      for (int i = lane_here(); i < kBlock * kPieces; i += 32) {
+        const char* const from = staging + matrix * kColumnBytes + in_block_row<j>(i / kPieces, i % kPieces);
+        to[i] = *reinterpret_cast<const uint4*>(from);
+      }
+    }
+  }
+};
+
+struct MatricesByTma {
+  InverseOut A;
   const CUtensorMap &rows_0, &rows_1, &rows_2, &rows_3;  // both matrices by rows of blocks: common.block_row
-  const CUtensorMap& A;                                  // in boxes of 64 tokens and 16 columns
-  void* A_rows;                                          // A at the chunk's first token
-  int slot, hv, row, HV;
-  int valid;  // rows of A that are requested: the chunk's tokens, or 0
+  const CUtensorMap& A_boxes;                            // of 64 tokens and 16 columns
+  int slot, hv, row;
+
+  __device__ __forceinline__ void wait() const {
+    if (lane_here() == 0) {
+      wait_for_boxes();
+    }
+    __syncwarp();
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void store_inverse(int j, const char* staging) const {
+    if (A.valid == kChunk) {
+      fence_boxes();
+      __syncwarp();
+      if (lane_here() == 0) {
+        store_box(A_boxes, staging, kBlock * j, hv, row);
+      }
+    } else {  // later rows belong to other sequences
+      MatricesByThreads{A, nullptr}.store_inverse<T>(j, staging);
+    }
+  }
+
+  template <int j>
+  __device__ __forceinline__ void store_blocks(const char* staging) const {
+    fence_boxes();
+    __syncwarp();
+    if (lane_here() == 0) {
+      const CUtensorMap& rows = j == 0 ? rows_0 : j == 1 ? rows_1 : j == 2 ? rows_2 : rows_3;
+      store_box(rows, staging, 0, 0, 0, hv, slot);
+      store_box(rows, staging + kColumnBytes, 0, 0, 1, hv, slot);
+    }
+  }
 };
 
 // Stores block column j of A, not transposed, through the first half of `staging` to global memory. One warp calls it.
-template <typename T, int j>
-__device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* staging, const MatricesOut& out) {
+template <typename T, int j, typename Out>
+__device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* staging, const Out& out) {
   const int lane = lane_here();
-  // 64 tokens of two 16-byte pieces under TMA's 32-byte swizzle: the pieces change places in tokens 4 to 7 of eight.
-  const auto in_tile = [](int token, int piece) { return token * 32 + ((piece ^ (token >> 2 & 1)) << 4); };
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t x[2][2] = {};
@@ -295,40 +377,21 @@ __device__ __forceinline__ void store_inverse(const float (&X)[4][2][4], char* s
         }
       }
     }
-    store_matrices_transposed(shared_address(staging) + in_tile(16 * i + 8 * (lane >> 4) + (lane & 7), lane >> 3 & 1),
-                              x[0][0], x[0][1], x[1][0], x[1][1]);
+    const int at = in_inverse_column(16 * i + 8 * (lane >> 4) + (lane & 7), lane >> 3 & 1);
+    store_matrices_transposed(shared_address(staging) + at, x[0][0], x[0][1], x[1][0], x[1][1]);
   }
-  if (out.valid == kChunk) {
-    fence_boxes();
-    __syncwarp();
-    if (lane == 0) {
-      store_box(out.A, staging, kBlock * j, out.hv, out.row);
-    }
-  } else {  // later rows belong to other sequences
-    __syncwarp();
-#pragma unroll 1
-    for (int token = lane / 2; token < out.valid; token += kBlock) {
-      T* const to = static_cast<T*>(out.A_rows) + static_cast<int64_t>(token) * out.HV * kChunk + kBlock * j;
-      reinterpret_cast<uint4*>(to)[lane & 1] = *reinterpret_cast<const uint4*>(staging + in_tile(token, lane & 1));
-    }
-  }
+  out.template store_inverse<T>(j, staging);
 }
 
 // Stores block column j of L and of P, both transposed, and of A if requested. X is the result of invert_column. One
 // warp calls it. `staging` has room for two tiles of 16 x 64 elements.
-template <typename T, int j>
+template <typename T, int j, typename Out>
 __device__ __forceinline__ void store_column(const float (&X)[4][2][4], const void* blocks, const float* gates,
-                                             char* staging, const MatricesOut& out) {
+                                             char* staging, const Out& out) {
   const int lane = lane_here();
   const int g = lane >> 2;
-  const auto wait = [lane] {
-    if (lane == 0) {
-      wait_for_boxes();
-    }
-    __syncwarp();
-  };
-  wait();  // the last column has left
-  if (out.valid > 0) {
+  out.wait();  // the last column has left
+  if (out.A.valid > 0) {
     store_inverse<T, j>(X, staging, out);
   }
   const float b_row[2] = {gates[kBlock * j + g], gates[kBlock * j + g + 8]};
@@ -343,8 +406,8 @@ __device__ __forceinline__ void store_column(const float (&X)[4][2][4], const vo
   if constexpr (j < 1) {
     gate_block<T, j + 3, j>(gated[j + 3], attended[j + 3], X[j + 3], blocks, gates, b_row);
   }
-  if (out.valid > 0) {
-    wait();  // A has left
+  if (out.A.valid > 0) {
+    out.wait();  // A has left
   }
 #pragma unroll
   for (int i = j; i < 4; ++i) {
@@ -352,19 +415,13 @@ __device__ __forceinline__ void store_column(const float (&X)[4][2][4], const vo
     store_matrices(to, gated[i][0][0], gated[i][0][1], gated[i][1][0], gated[i][1][1]);
     store_matrices(to + kColumnBytes, attended[i][0][0], attended[i][0][1], attended[i][1][0], attended[i][1][1]);
   }
-  fence_boxes();
-  __syncwarp();
-  if (lane == 0) {
-    const CUtensorMap& rows = j == 0 ? out.rows_0 : j == 1 ? out.rows_1 : j == 2 ? out.rows_2 : out.rows_3;
-    store_box(rows, staging, 0, 0, 0, out.hv, out.slot);
-    store_box(rows, staging + kColumnBytes, 0, 0, 1, out.hv, out.slot);
-  }
+  out.template store_blocks<j>(staging);
 }
 
 // Computes and stores block column j of all matrices, by one warp.
-template <typename T, int j>
+template <typename T, int j, typename Out>
 __device__ __forceinline__ void make_column(const void* blocks, const float* inverses, const float* gates,
-                                            char* staging, const MatricesOut& out) {
+                                            char* staging, const Out& out) {
   float X[4][2][4];
   invert_column<kTf32Parts<T>, j>(X, blocks, inverses, gates + kChunk);
   store_column<T, j>(X, blocks, gates, staging, out);
@@ -373,9 +430,9 @@ __device__ __forceinline__ void make_column(const void* blocks, const float* inv
 // Computes and stores the block columns of a warp, the `member`-th of a team of `warps`. Column 0 has four blocks,
 // column 3 has one, so a team of two shares them as 0, 3 and 1, 2. `staging` has room for two tiles for each warp of
 // the CTA.
-template <typename T>
+template <typename T, typename Out>
 __device__ __forceinline__ void make_columns(int warps, int member, const void* blocks, const float* inverses,
-                                             const float* gates, void* staging, const MatricesOut& out) {
+                                             const float* gates, void* staging, const Out& out) {
   char* const mine = static_cast<char*>(staging) + warp_index() * 2 * kColumnBytes;
   const int columns = warps == 1 ? 0b1111 : warps == 2 ? (member == 0 ? 0b1001 : 0b0110) : 1 << member;
   if (columns & 1) {
@@ -390,9 +447,7 @@ __device__ __forceinline__ void make_columns(int warps, int member, const void* 
   if (columns & 8) {
     make_column<T, 3>(blocks, inverses, gates, mine, out);
   }
-  if (lane_here() == 0) {
-    wait_for_boxes();  // shared memory lives no longer than the CTA
-  }
+  out.wait();  // shared memory lives no longer than the CTA
 }
 
 // Fills `length` rows, `stride` apart, of `columns` 16-bit elements, a multiple of 8, with zeros. The whole CTA calls

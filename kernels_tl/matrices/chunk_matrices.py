@@ -25,8 +25,8 @@ inverse. L leaves the unit diagonal out, so products with L round small numbers 
 With |k| <= 1 and beta <= 2 no entry below A's unit diagonal exceeds beta in size, so 16 bits hold it. With larger keys
 the entries grow like the product of (beta |k|^2 - 1) over the chunk, and become inf beyond the dtype's range.
 
-A CTA takes `heads` value heads of a group, at most four. It computes K K^T and K Q^T once for them, by WGMMA, and
-writes both over K. Then each warp works on a head; with 2 heads or 1, a team of two or four warps works on a head.
+A CTA takes `heads` value heads of a group, at most four. It computes K K^T and K Q^T once for them, and writes both
+over K. Then each warp works on a head; with 2 heads or 1, a team of two or four warps works on a head.
 Several CTAs per SM hide each other's latencies. The arithmetic is in matrices/chunk_matrices.cuh. Timeline of four
 heads, with the barrier that ends each column (MATRICES: a named barrier of all warps):
 
@@ -34,6 +34,8 @@ heads, with the barrier that ends each column (MATRICES: a named barrier of all 
     warp 1      beta          |K K^T, K Q^T|products into K|head 1: inverses|columns 0 to 3                        |
     warps 2, 3                |K K^T, K Q^T|products into K|heads 2, 3      |columns 0 to 3                        |
                        loaded>|    MATRICES|       MATRICES|       team_sync|                                      |
+
+`portable` instances run on every GPU from Ampere on: cp.async in the place of TMA, mma.sync in the place of WGMMA.
 """
 
 import tilelang.language as T
@@ -66,6 +68,7 @@ from kernels_tl.layout import (
     NamedBarrier,
     NormalizedGate,
 )
+from kernels_tl.portable.tiles import load_rows
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 # The first CTAs touch these early. g_cumsum is written.
@@ -76,6 +79,7 @@ PRELUDE = """
 #include "core/tiles.cuh"
 #include "matrices/chunk_matrices.cuh"
 #include "plan/plan.cuh"
+#include "portable/tiles.cuh"
 """
 
 THREADS = WARPGROUP
@@ -84,7 +88,7 @@ SWIZZLES = (SWIZZLE_128B, SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_32B)  # a row of bl
 Full = T.GemmWarpPolicy.FullRow
 
 
-def chunk_matrices(dtype, K, normalize):
+def chunk_matrices(dtype, K, normalize, portable):
     sizes = Sizes()
     H_v = sizes.H_v
     element = element_type(dtype)
@@ -103,7 +107,7 @@ def chunk_matrices(dtype, K, normalize):
         )
 
     def make_barriers():
-        return barriers(loaded=[THREADS])  # all threads arrive: K and Q are there
+        return None if portable else barriers(loaded=[THREADS])  # all threads arrive: K and Q are there
 
     @T.macro
     def find_chunk(slot, early, chunks, sequences, slots):
@@ -145,12 +149,35 @@ def chunk_matrices(dtype, K, normalize):
             clear_rows(gradients.dk, chunk, hk)
 
     @T.macro
+    def begin_load(tiles, ready, chunk, hk, tokens):
+        """Begins to load K and Q of the chunk."""
+        if portable:
+            load_rows(tiles.K[:, :], tokens.k, tokens.k_row, hk, 0, chunk)
+            load_rows(tiles.Q[:, :], tokens.q, tokens.q_row, hk, 0, chunk)
+            extern("commit_copies")
+        else:
+            T.tma_copy(tokens.k[chunk.row : chunk.row + C, hk, 0:K], tiles.K, barrier=ready.loaded)
+            T.tma_copy(tokens.q[chunk.row : chunk.row + C, hk, 0:K], tiles.Q, barrier=ready.loaded)
+            T.barrier_arrive(ready.loaded)
+
+    @T.macro
+    def end_load(tiles, ready, chunk):
+        """Waits for K and Q. Rows after the last token belong to other sequences, and become zeros."""
+        if portable:
+            extern("wait_for_copies<0>")
+            T.sync_threads(NamedBarrier.MATRICES, THREADS)
+        else:
+            T.barrier_wait(ready.loaded, 0)
+            if chunk.length < C:
+                clear_rows_after(tiles.K, chunk.length, THREADS)
+                clear_rows_after(tiles.Q, chunk.length, THREADS)
+                T.fence_proxy_async()
+                T.sync_threads(NamedBarrier.MATRICES, THREADS)
+
+    @T.macro
     def load(tiles, ready, chunk, warp, first, hk, heads, tokens, inside, outputs, cumulative):
-        """Loads K and Q of the chunk, and the gates of each head by one warp. Rows after the last token belong to other
-        sequences, and become zeros."""
-        T.tma_copy(tokens.k[chunk.row : chunk.row + C, hk, 0:K], tiles.K, barrier=ready.loaded)
-        T.tma_copy(tokens.q[chunk.row : chunk.row + C, hk, 0:K], tiles.Q, barrier=ready.loaded)
-        T.barrier_arrive(ready.loaded)
+        """Loads K and Q of the chunk, and the gates of each head by one warp."""
+        begin_load(tiles, ready, chunk, hk, tokens)
         extent = (H_v, heads, chunk.length)
         if inside.activations != 0:
             extern(
@@ -192,12 +219,7 @@ def chunk_matrices(dtype, K, normalize):
                 T.access_ptr(inside.beta[chunk.row, first], "r"),
                 *extent,
             )
-        T.barrier_wait(ready.loaded, 0)
-        if chunk.length < C:
-            clear_rows_after(tiles.K, chunk.length, THREADS)
-            clear_rows_after(tiles.Q, chunk.length, THREADS)
-            T.fence_proxy_async()
-            T.sync_threads(NamedBarrier.MATRICES, THREADS)
+        end_load(tiles, ready, chunk)
 
     @T.macro
     def make_products(tiles, scale):
@@ -205,9 +227,13 @@ def chunk_matrices(dtype, K, normalize):
         and high key, and of its low and high query. They are 1 without the l2norm."""
         KK = T.alloc_fragment([C, C], "float32")
         KQ = T.alloc_fragment([C, C], "float32")
-        T.wgmma_gemm(tiles.K, tiles.K, KK, transpose_B=True, policy=Full, clear_accum=True)
-        T.wgmma_gemm(tiles.K, tiles.Q, KQ, transpose_B=True, policy=Full, clear_accum=True)
-        T.wait_wgmma(0)
+        if portable:
+            T.gemm(tiles.K, tiles.K, KK, transpose_B=True, policy=Full, clear_accum=True)
+            T.gemm(tiles.K, tiles.Q, KQ, transpose_B=True, policy=Full, clear_accum=True)
+        else:
+            T.wgmma_gemm(tiles.K, tiles.K, KK, transpose_B=True, policy=Full, clear_accum=True)
+            T.wgmma_gemm(tiles.K, tiles.Q, KQ, transpose_B=True, policy=Full, clear_accum=True)
+            T.wait_wgmma(0)
         T.pdl_sync()  # first, because the kernels after this one rely on the plan
         T.pdl_trigger()
         lane = T.get_thread_binding() % 32
@@ -255,6 +281,26 @@ def chunk_matrices(dtype, K, normalize):
             )
         extern("team_sync", team.head, team.warps)
 
+    def destination(slot, hv, chunk, matrices, outputs):
+        """The MatricesByTma or MatricesByThreads of a head."""
+        of_A = (
+            T.access_ptr(outputs.A[chunk.row, hv, 0], "w"),
+            H_v,
+            T.if_then_else(outputs.has_A != 0, chunk.length, 0),
+        )
+        if portable:
+            both = T.access_ptr(matrices[0][slot, hv, 0, 0, 0], "w")
+            return extern("MatricesByThreads", extern("InverseOut", *of_A), both)
+        return extern(
+            "MatricesByTma",
+            extern("InverseOut", *of_A),
+            *(descriptor(rows, [BLOCK, C - BLOCK * j], SWIZZLES[j]) for j, rows in enumerate(matrices)),
+            descriptor(outputs.A, [C, 1, BLOCK], SWIZZLE_32B),
+            slot,
+            hv,
+            chunk.row,
+        )
+
     @T.macro
     def make_columns(tiles, team, slot, hv, chunk, matrices, outputs):
         """Computes the warp's block columns of the matrices from shared memory, and writes them."""
@@ -266,17 +312,7 @@ def chunk_matrices(dtype, K, normalize):
             T.access_ptr(tiles.inverses[team.head, 0], "r"),
             T.access_ptr(tiles.gates[team.head, 0, 0], "r"),
             T.access_ptr(tiles.Q, "rw"),
-            extern(
-                "MatricesOut",
-                *(descriptor(rows, [BLOCK, C - BLOCK * j], SWIZZLES[j]) for j, rows in enumerate(matrices)),
-                descriptor(outputs.A, [C, 1, BLOCK], SWIZZLE_32B),
-                T.access_ptr(outputs.A[chunk.row, hv, 0], "w"),
-                slot,
-                hv,
-                chunk.row,
-                H_v,
-                T.if_then_else(outputs.has_A != 0, chunk.length, 0),
-            ),
+            destination(slot, hv, chunk, matrices, outputs),
         )
 
     @T.macro

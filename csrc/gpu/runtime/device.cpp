@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <sstream>
 #include <stdexcept>
@@ -11,6 +12,7 @@
 #include "chunks.h"
 #include "gpu/head_dims.h"
 #include "gpu/runtime/driver_floor.h"
+#include "gpu/runtime/registry.h"
 #include "layout.h"
 
 namespace flash_qla {
@@ -84,8 +86,11 @@ const Gpu& gpu_of(const Tensor& tensor) { return gpu_at(tensor.get_device_index(
 
 std::string obstacle(int driver_cuda_version, int major, int minor) {
   const bool driver_is_old = driver_cuda_version < kDriverFloor;
-  if (!driver_is_old && major == 9 && minor == 0) {
-    return {};  // first, because every call on a GPU asks
+  // First, because every call on a GPU asks.
+  if (!driver_is_old && std::ranges::any_of(kernel_registry(), [=](const KernelInfo& kernel) {
+        return runs_on(kernel.architecture, major, minor);
+      })) {
+    return {};
   }
   std::ostringstream text;
   if (driver_is_old) {
@@ -97,8 +102,9 @@ std::string obstacle(int driver_cuda_version, int major, int minor) {
       text << "the driver supports CUDA up to " << cuda_version(driver_cuda_version);
     }
   } else {
-    text << "the kernels need a GPU of compute capability 9.0 (Hopper: H100, H200), but this one has " << major << "."
-         << minor;
+    text << "the kernels need a GPU of compute capability 8.x, 9.0, 10.x or 12.x (Ampere, Ada, Hopper or Blackwell), "
+            "but this one has "
+         << major << "." << minor;
   }
   return text.str();
 }
@@ -123,6 +129,19 @@ void check_gpu(const char* op, const Tensor& tensor) {
   const Gpu& gpu = gpu_of(tensor);
   const std::string reason = obstacle(driver, gpu.major, gpu.minor);
   check(reason.empty(), op, reason, "; CPU tensors work without it");
+}
+
+void check_gpu(const char* op, const Tensor& tensor, std::span<const char* const> architectures) {
+  check_gpu(op, tensor);
+  const Gpu& gpu = gpu_of(tensor);
+  if (std::ranges::none_of(architectures, [&](const char* name) { return runs_on(name, gpu.major, gpu.minor); })) {
+    std::ostringstream text;
+    for (const char* const name : architectures) {
+      text << (name == architectures.front() ? "" : ", ") << name;
+    }
+    fail(op, "its kernels were compiled for ", text.str(), ", but this GPU has compute capability ", gpu.major, ".",
+         gpu.minor, "; CPU tensors work without it");
+  }
 }
 
 void check_supported_on_gpu(const Tokens& call, const Tensor& q) {

@@ -1,7 +1,9 @@
 // The GPUs and the driver of this machine, and whether the kernels run on them.
 #pragma once
 
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "call.h"
@@ -13,7 +15,22 @@ struct Gpu {
   std::string name;
   int major, minor;  // compute capability
   Card card;
+
+  bool is_hopper() const { return major == 9 && minor == 0; }
 };
+
+// Whether code for an architecture runs on a GPU of this compute capability. Code for sm_XY runs on X.Y and on X.Z with
+// Z > Y, code for sm_XYa on X.Y alone.
+constexpr bool runs_on(std::string_view architecture, int major, int minor) {
+  const bool is_exact = architecture.back() == 'a';
+  int number = 0;
+  for (const char digit : architecture.substr(3, architecture.size() - 3 - is_exact)) {
+    number = 10 * number + (digit - '0');
+  }
+  return number / 10 == major && (is_exact ? number % 10 == minor : number % 10 <= minor);
+}
+static_assert(runs_on("sm_80", 8, 9) && runs_on("sm_100", 10, 3) && !runs_on("sm_120", 11, 0));
+static_assert(runs_on("sm_90a", 9, 0) && !runs_on("sm_90a", 9, 1) && !runs_on("sm_90", 10, 0));
 
 // The CUDA version that the driver supports, as 1000 * major + 10 * minor; 0 without a driver.
 int driver_cuda_version();
@@ -33,11 +50,11 @@ std::string obstacle(int driver_cuda_version, int major, int minor);
 // The text if this driver refuses a kernel's code although `obstacle` is empty: what was found, and what to do.
 std::string refusal(int driver_cuda_version);
 
-// Throws if the kernels do not run on the tensor's GPU, or not under this driver.
+// Throws if no kernels run on the tensor's GPU, or not under this driver.
 void check_gpu(const char* op, const Tensor& tensor);
+// The same, and throws if no code for these architectures runs there: those of the kernels that the op launches.
+void check_gpu(const char* op, const Tensor& tensor, std::span<const char* const> architectures);
 // Throws, with the argument's name, if the call runs on a CPU only: dtypes, head dims, sizes, architecture.
 void check_supported_on_gpu(const Tokens& call, const Tensor& q);
-// The same for the driver and the architecture alone.
-void check_gpu(const char* op, const Tensor& tensor);
 
 }  // namespace flash_qla

@@ -95,36 +95,43 @@ class AllowInCapture {
 // The driver's error numbers are those of the runtime.
 cudaError_t error_of(CUresult status) { return static_cast<cudaError_t>(status); }
 
-// The kernel's function, loaded once. It belongs to no device; the driver loads it on each device that launches it.
-const void* load(const LaunchConfig& config) {
+Code& code_for(const LaunchConfig& config, const Gpu& gpu) {
+  for (Code& code : config.kernel.codes) {
+    if (runs_on(code.architecture, gpu.major, gpu.minor)) {
+      return code;
+    }
+  }
+  fail(config, "it was not compiled for a GPU of compute capability " + std::to_string(gpu.major) + "." +
+                   std::to_string(gpu.minor));
+}
+
+// The code's function, loaded once. It belongs to no device; the driver loads it on each device that launches it.
+const void* load(const LaunchConfig& config, Code& code) {
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
-  Kernel& kernel = config.kernel;
-  if (kernel.function.load(std::memory_order_relaxed) == nullptr) {
+  if (code.function.load(std::memory_order_relaxed) == nullptr) {
     static const auto load_data = driver_function<PFN_cuLibraryLoadData_v12000>("cuLibraryLoadData");
     static const auto get_kernel = driver_function<PFN_cuLibraryGetKernel_v12000>("cuLibraryGetKernel");
     CUlibrary library;
     CUkernel function;
-    check(config, error_of(load_data(&library, kernel.cubin, nullptr, nullptr, 0, nullptr, nullptr, 0)),
+    check(config, error_of(load_data(&library, code.cubin, nullptr, nullptr, 0, nullptr, nullptr, 0)),
           "loading the code");
-    check(config, error_of(get_kernel(&function, library, kernel.name)), "finding the function");
-    kernel.function.store(function, std::memory_order_release);
+    check(config, error_of(get_kernel(&function, library, config.kernel.name)), "finding the function");
+    code.function.store(function, std::memory_order_release);
   }
-  return kernel.function.load(std::memory_order_relaxed);
+  return code.function.load(std::memory_order_relaxed);
 }
 
-// The kernel's function, with its dynamic shared memory allowed on the current device. Function attributes belong to a
-// device. Two threads may set one twice, which is harmless.
-const void* prepare(const LaunchConfig& config) {
-  const int device = current_device();
+// The code's function, with its dynamic shared memory allowed on the device. Function attributes belong to a device.
+// Two threads may set one twice, which is harmless.
+const void* prepare(const LaunchConfig& config, Code& code, int device) {
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  Kernel& kernel = config.kernel;
-  if (kernel.prepared.load(std::memory_order_acquire) & bit) return kernel.function.load(std::memory_order_relaxed);
+  if (code.prepared.load(std::memory_order_acquire) & bit) return code.function.load(std::memory_order_relaxed);
   const AllowInCapture allow;
-  const void* function = load(config);
+  const void* function = load(config, code);
   check(config, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes),
         "reserving dynamic shared memory");
-  kernel.prepared.fetch_or(bit, std::memory_order_release);
+  code.prepared.fetch_or(bit, std::memory_order_release);
   return function;
 }
 
@@ -189,11 +196,13 @@ class KeptTensorMaps {
 
 void launch(const LaunchConfig& config, void** arguments, cudaStream_t stream) {
   check_grid(config);
-  const void* function = prepare(config);
+  const int device = current_device();
+  Code& code = code_for(config, gpu_at(device));
+  const void* function = prepare(config, code, device);
 
   std::array<cudaLaunchAttribute, 2> attributes;
   unsigned count = 0;
-  if (config.overlaps_predecessor) {
+  if (code.overlaps_predecessor) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }

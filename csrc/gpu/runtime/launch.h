@@ -8,16 +8,23 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <span>
 #include <type_traits>
 
 namespace flash_qla::runtime {
 
-// A kernel's code, loaded by its first launch. There is one static object a kernel.
-struct Kernel {
-  const char* name;   // the function's name in the cubin and in messages
-  const char* cubin;  // an ELF file
+// A kernel's code for one architecture, loaded by its first launch. There is one static object for each.
+struct Code {
+  const char* architecture;   // see runs_on of device.h
+  const char* cubin;          // an ELF file
+  bool overlaps_predecessor;  // programmatic dependent launch: the code itself waits for its predecessor
   std::atomic<const void*> function = nullptr;
   std::atomic<uint64_t> prepared = 0;  // bit i: device i allows its dynamic shared memory
+};
+
+struct Kernel {
+  const char* name;  // the function's name in the cubins and in messages
+  std::span<Code> codes;
 };
 
 struct LaunchConfig {
@@ -25,15 +32,13 @@ struct LaunchConfig {
   std::array<int64_t, 3> grid;
   std::array<int, 3> block;
   int shared_bytes;  // dynamic
-  // Programmatic dependent launch: the kernel itself waits for its predecessor.
-  bool overlaps_predecessor = false;
   // The CTAs along x are a cluster: at most 8, a power of two.
   bool is_cluster = false;
 
   bool is_empty() const { return grid[0] == 0 || grid[1] == 0 || grid[2] == 0; }
 };
 
-// Launches on the current device. `arguments`: pointers to the kernel's arguments.
+// Launches the code for the current device. `arguments`: pointers to the kernel's arguments.
 void launch(const LaunchConfig& config, void** arguments, cudaStream_t stream);
 
 // The arguments of cuTensorMapEncodeTiled, innermost dimension first.

@@ -1,5 +1,5 @@
-// The compiled kernel instances, and the tools that built them. build_tools/registry.py writes the list; inspect.cpp
-// reads it.
+// The compiled kernel instances, one for each architecture of an instance, and the tools that built them.
+// build_tools/registry.py writes the list; inspect.cpp reads it.
 #pragma once
 
 #include <span>
@@ -10,8 +10,9 @@ struct KernelInfo {
   const char* name;    // the instance's, such as replay_states_bf16_K128
   const char* kernel;  // such as replay_states
   const char* params;  // "key=value key=value"
-  int threads;         // per CTA
-  int registers;       // per thread, as ptxas assigned them
+  const char* architecture;
+  int threads;    // per CTA
+  int registers;  // per thread, as ptxas assigned them
   int static_shared_bytes;
   int dynamic_shared_bytes;
   int spill_bytes;  // stores + loads
@@ -21,7 +22,6 @@ struct KernelInfo {
 struct Toolchain {
   const char* tilelang;
   const char* cuda;
-  const char* arch;
 };
 
 std::span<const KernelInfo> kernel_registry();

@@ -2,10 +2,9 @@
 // does everything in order, or report to races.cpp.
 #pragma once
 
-#include <torch/headeronly/util/Float8_e4m3fn.h>
-#include <torch/headeronly/util/Float8_e5m2.h>
-
 #include "emulator.h"
+// After the emulator's CUDA C++
+#include "core/float8.cuh"
 
 namespace flash_qla::device {
 
@@ -26,21 +25,12 @@ inline void sync_warpgroup(int barrier) { emulator::synchronize(emulator::named_
 
 inline float exp2_fast(float x) { return std::exp2(x); }
 template <bool kE5M2>
-using Number8 = std::conditional_t<kE5M2, c10::Float8_e5m2, c10::Float8_e4m3fn>;
-template <bool kE5M2>
 uint32_t pack_8(float low, float high) {
-  const auto rounded = [](float x) {
-    constexpr float kMost = kE5M2 ? 57344.f : 448.f;
-    return Number8<kE5M2>(x > kMost ? kMost : x < -kMost ? -kMost : x).x;
-  };
-  return rounded(low) | rounded(high) << 8;
+  return round_to_8<kE5M2>(low) | round_to_8<kE5M2>(high) << 8;
 }
 template <bool kE5M2>
 uint32_t unpack_8(uint32_t pair) {
-  const auto number = [=](int shift) {
-    return __half(float(Number8<kE5M2>(pair >> shift & 0xff, Number8<kE5M2>::from_bits())));
-  };
-  return emulator_pack(number(0), number(8));
+  return widen_from_8<kE5M2>(pair & 0xff) | widen_from_8<kE5M2>(pair >> 8 & 0xff) << 16;
 }
 inline void mma_tf32(float (&c)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
   emulator::mma_tf32(c, {a0, a1, a2, a3}, {b0, b1});
@@ -78,9 +68,11 @@ inline void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, 
 
 inline void copy_async(void* to, const void* from, bool there) { emulator::copy_piece(to, from, there, 16); }
 inline void copy_async(uint2* to, const void* from, bool there) { emulator::copy_piece(to, from, there, 8); }
-inline void commit_copies() {}
+inline void commit_copies() { emulator::commit_copies(); }
 template <int kInFlight>
-void wait_for_copies() {}
+void wait_for_copies() {
+  emulator::wait_for_copies(kInFlight);
+}
 inline void prefetch_bytes(const void* from, int bytes) { emulator::check_pieces(from, bytes); }
 inline void prefetch_line(const void*) {}
 

@@ -1,0 +1,156 @@
+"""The recurrence in reverse over the chunks of each sequence, for every GPU from Ampere on: what
+gradients/replay_gradients.py does on Hopper. Chunk by chunk, from the last one on,
+
+    dV_new = P^T dO + diag(gamma_C / gamma) K dS'
+    U      = dV_new + L^T dV_new
+    dS     = gamma_C dS' + scale Q^T diag(gamma) dO - K^T diag(beta gamma) U
+
+    dh   dS', the gradient of the state after the chunk   [chunk_slots, H_v, value_rows, K] 16-bit, V-first
+    u    U                                                [tokens, H_v, V] 16-bit
+
+backward.cpp launches [sequences * H_v * value tiles] CTAs of four warps. A CTA has ROWS value rows of dS^T of one head
+of one sequence in registers, from its last chunk to its first; everything is transposed, as in portable_forward.py.
+portable_token_gradients computes the gradients of the inputs from dh and u.
+
+dS is computed as gamma_1 times the same sum with gamma / gamma_1 in the place of gamma: 16 bits hold gamma / gamma_1
+however small gamma is.
+"""
+
+import tilelang.language as T
+
+from kernels_tl.bundles import Chunks, OutputGradient, ReverseReplay, Sizes, StateGradients
+from kernels_tl.config import PORTABLE_REPLAY_GRADIENTS
+from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, element_type, extern
+from kernels_tl.core.cta import fragments, load_segment_early, shared
+from kernels_tl.layout import NARROW_TILE as ROWS, NO_STATE, BackwardGate
+from kernels_tl.portable.tiles import chunk_of, load_gates, load_rows, load_triangle, locate
+
+PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
+PRELUDE = """
+#include "core/state_tiles.cuh"
+#include "plan/runs.cuh"
+#include "portable/tiles.cuh"
+"""
+
+Full = T.GemmWarpPolicy.FullRow  # each warp has 16 rows of a product
+GAMMA, DECAY, FADE, BETA = (
+    C * row for row in (BackwardGate.GAMMA, BackwardGate.DECAY, BackwardGate.FADE, BackwardGate.BETA)
+)
+
+
+def portable_replay_gradients(dtype, K):
+    sizes = Sizes()
+    element = element_type(dtype)
+    tile = PORTABLE_REPLAY_GRADIENTS[K]
+    assert tile.tile == ROWS
+
+    def make_tiles():
+        return shared(
+            tile.shared,
+            K=([C, K], dtype),
+            Q=([C, K], dtype),
+            dO=([C, ROWS], dtype),  # later: U
+            L=([C, C], dtype),  # L^T
+            P=([C, C], dtype),  # P^T
+            gates=([BackwardGate.COUNT * C], "float32"),
+        )
+
+    def make_registers():
+        return fragments(
+            dS=([ROWS, K], "float32"),  # dS'^T, then dS^T
+            dS_16=([ROWS, C], dtype),  # 64 channels of dS'^T
+            dSK=([ROWS, C], "float32"),  # dS'^T K^T
+            U=([ROWS, C], "float32"),  # dO^T P, then dV_new^T, then U^T
+            factor=([ROWS, C], dtype),  # a left factor
+            rest=([ROWS, C], dtype),  # the rest of dO^T diag(scale gamma / gamma_1) after rounding
+        )
+
+    @T.macro
+    def load(tiles, tokens, grad_o, grad_o_row, matrices, chunk, hk, hv, v0):
+        load_rows(tiles.K[:, :], tokens.k, tokens.k_row, hk, 0, chunk)
+        load_rows(tiles.Q[:, :], tokens.q, tokens.q_row, hk, 0, chunk)
+        load_rows(tiles.dO[:, :], grad_o, grad_o_row, hv, v0, chunk)
+        load_triangle(tiles.L[0, 0], matrices, chunk, hv, 0)
+        load_triangle(tiles.P[0, 0], matrices, chunk, hv, 1)
+        load_gates(tiles.gates[0], matrices, chunk, hv)
+        extern("commit_copies")
+        extern("wait_for_copies<0>")
+        T.sync_threads()
+
+    @T.macro
+    def step(r, tiles, offset, column, scale):
+        gates = tiles.gates
+        T.clear(r.dSK)
+        for k0 in range(0, K, C):
+            for i, j in T.Parallel(ROWS, C):
+                r.dS_16[i, j] = r.dS[i, k0 + j]
+            T.gemm(r.dS_16, tiles.K[:, k0 : k0 + C], r.dSK, transpose_B=True, policy=Full)
+        T.gemm(tiles.dO, tiles.P, r.U, transpose_A=True, transpose_B=True, policy=Full, clear_accum=True)
+        for i, j in T.Parallel(ROWS, C):
+            r.U[i, j] += r.dSK[i, j] * gates[DECAY + j]
+        T.copy(r.U, r.factor)
+        T.gemm(r.factor, tiles.L, r.U, transpose_B=True, policy=Full)
+        for i, j in T.Parallel(ROWS, K):
+            r.dS[i, j] *= gates[FADE + C - 1]
+        extern(
+            f"round_scaled_tile<{element}>",
+            r.factor.data,
+            r.rest.data,
+            T.access_ptr(tiles.dO, "r"),
+            T.access_ptr(gates[FADE], "r"),
+            scale,
+            offset,
+            column,
+        )
+        T.gemm(r.factor, tiles.Q, r.dS, policy=Full)
+        T.gemm(r.rest, tiles.Q, r.dS, policy=Full)
+        for i, j in T.Parallel(ROWS, C):
+            r.factor[i, j] = -r.U[i, j] * (gates[BETA + j] * gates[FADE + j])
+        T.gemm(r.factor, tiles.K, r.dS, policy=Full)
+        for i, j in T.Parallel(ROWS, K):
+            r.dS[i, j] *= gates[GAMMA]
+
+    @T.prim_func
+    def main(
+        chunks: Chunks(sizes, dtype, BackwardGate),
+        output_gradient: OutputGradient(sizes, dtype),
+        ends: StateGradients(sizes),
+        reverse_replay: ReverseReplay(sizes, dtype, K),
+        scale: T.float32,
+        value_tiles: T.int32,  # tiles of ROWS rows
+    ):
+        with T.Kernel(sizes.segment_slots * sizes.H_v * value_tiles, threads=tile.threads, prelude=PRELUDE) as cta:
+            tiles = make_tiles()
+            r = make_registers()
+            last, first = (ends.view(T.access_ptr(x[0], mode)) for x, mode in ((ends.dht, "r"), (ends.dh0, "w")))
+            offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
+            column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
+            T.pdl_sync()
+            at = locate(cta, sizes, value_tiles)
+            segment = load_segment_early(chunks.plan.segments, at.n)
+            T.clear(r.dS)
+            if segment.final != NO_STATE:
+                last.read(r.dS, segment.final, at.hv, at.v0)
+            for c in T.serial(segment.chunks):
+                chunk = chunk_of(segment, segment.chunks - 1 - c, 0)
+                of_outputs = (output_gradient.grad_o, output_gradient.grad_o_row)
+                load(tiles, chunks.tokens, *of_outputs, chunks.matrices, chunk, at.hk, at.hv, at.v0)
+                dh_rows = (T.access_ptr(reverse_replay.dh[chunk.slot, at.hv, at.v0, 0], "w"), K, ROWS, K)
+                extern(f"round_and_store_state<{element}, {K}>", r.dS.data, *dh_rows)
+                step(r, tiles, offset, column, scale)
+                T.sync_threads()  # dO has been read
+                extern(f"stage_transposed<{element}>", r.U.data, T.access_ptr(tiles.dO, "w"), offset)
+                T.sync_threads()
+                extern(
+                    "store_rows",
+                    T.access_ptr(reverse_replay.u[chunk.row, at.hv, at.v0], "w"),
+                    T.access_ptr(tiles.dO, "r"),
+                    T.Cast("int64", sizes.H_v) * sizes.value_dim,
+                    chunk.length,
+                    T.Cast("int32", sizes.value_dim) - at.v0,
+                )
+                T.sync_threads()
+            if segment.initial != NO_STATE:
+                first.write(r.dS, segment.initial, at.hv, at.v0)
+
+    return main
