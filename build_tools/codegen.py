@@ -56,7 +56,7 @@ def launcher(instance: Instance, lowered: Lowered) -> str:
       .kernel = kernel,
       .grid = {_braces(lowered.grid)},
       .block = {_braces(lowered.block)},
-      .shared_bytes = {lowered.shared_bytes}}};
+      .shared_bytes = {lowered.shared_bytes}{options}}};
   if (config.is_empty()) return;
 {tensor_maps}{arguments}  void* arguments[] = {{{addresses}}};
   runtime::launch(config, arguments, stream);

@@ -2,8 +2,8 @@
 
 It ends after so many seconds or cases; jobs are processes that share them, and the device. A seed and a number make a
 trial, whatever the jobs: shapes at random, and a value of each option of tests/options.py. tests/trials.py says what a
-trial compares. Every tenth trial compares the convolution or the norm with its formula, or gated_delta_net or
-prefill_gated_delta_net with its parts.
+trial compares. Every tenth trial compares the convolution or the norm with its formula, or gated_delta_net,
+prefill_gated_delta_net or decode_gated_delta_net with its parts.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from collections import Counter
 
 import options
 import test_convolution
+import test_decode_region
 import test_norm
 import test_region
 import test_region_prefill
@@ -37,7 +38,7 @@ class RegionTrial:
     """A call of the convolution, the norm or the region, perhaps on pools."""
 
     op: str
-    case: test_convolution.Case | test_norm.Case | test_region.Case | test_region_prefill.Case
+    case: test_convolution.Case | test_norm.Case | test_region.Case | test_region_prefill.Case | test_decode_region.Case
     seed: int = 0
 
     def run(self, device: str) -> dict[str, float]:
@@ -51,6 +52,9 @@ class RegionTrial:
         if self.op == "region on pools":
             test_region_prefill.check(self.case, device, self.seed)
             return {}
+        if self.op == "region of a token":
+            test_decode_region.check(self.case, device, self.seed)
+            return {}
         ratios = test_convolution.ratios(self.case, device)
         assert all(ratio <= 1 for ratio in ratios.values()), ratios
         return {f"convolution's {name}": ratio for name, ratio in ratios.items()}
@@ -62,7 +66,7 @@ def draw_of_region(r: random.Random, device: str) -> RegionTrial:
     shape = {"lengths": lengths, "padding": r.choice((0, 0, 5)) if lengths is not None else 0}
     shape |= {"B": r.randint(1, 3), "T": r.choice((1, 2, 3, 65, r.randint(4, 500)))}
     half, wide = (torch.bfloat16, torch.float16), (torch.float32, *(() if gpu else (torch.float64,)))
-    W, op = r.randint(2, 4), r.choice(("convolution", "norm", "region", "region on pools"))
+    W, op = r.randint(2, 4), r.choice(("convolution", "norm", "region", "region on pools", "region of a token"))
     columns = r.choice((W - 1, W))
     if op == "norm":
         dims = tuple(r.randint(1, 40) for _ in range(r.randint(0, 3)))
@@ -78,6 +82,14 @@ def draw_of_region(r: random.Random, device: str) -> RegionTrial:
     H_k, step = r.randint(1, 3), 8 if gpu else 1
     sizes = {"H_k": H_k, "H_v": H_k * r.randint(1, 3), "W": W, "columns": columns}
     sizes |= {"K": step * r.randint(1, 16), "V": step * r.randint(1, 16), "dtype": r.choice(half)}
+    if op == "region of a token":
+        slots = r.sample(range(test_decode_region.SLOTS), r.randint(1, test_decode_region.SLOTS))
+        indices = tuple(-1 if r.random() < 0.1 else slot for slot in slots)
+        one_kernel = {"W": 4, "columns": r.choice((3, 4))} if r.random() < 0.8 else {"T": r.randint(1, 3)}
+        flags = {x: r.random() < 0.5 for x in ("by_key_heads", "columns_last", "with_bias", "with_dt_bias", "int64")}
+        flags["state_dtype"] = r.choice((torch.float32, *half, torch.float8_e4m3fn, torch.float8_e5m2))
+        flags["options"] = (("allow_neg_eigval", r.random() < 0.5), ("norm_activation", r.choice(("silu", "sigmoid"))))
+        return RegionTrial(op, test_decode_region.Case(indices, **sizes | one_kernel | flags), r.randrange(2**31))
     if op == "region on pools":
         case = test_region_prefill.draw(r, device)
         every = r.choice((0, case.every, r.randint(1, 100)))

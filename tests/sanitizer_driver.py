@@ -12,6 +12,7 @@ import pytest
 import test_convolution
 import test_decode
 import test_decode_buffered
+import test_decode_region
 import test_norm
 import test_prefill
 import test_region
@@ -194,6 +195,12 @@ for kept in ("slots", "rows"):
     case = test_region_prefill.Case(region, memory="page", slots="some", other_slots=True, every=50, kept=kept)
     assert finite([flash_qla.prefill_gated_delta_net(**test_region_prefill.make(case, "cuda"))]), case
     print("done: region on pools", kept, flush=True)
+
+# A token of the region: every instance, clusters of all sizes, several turns of a CTA
+for case in test_decode_region.CASES:
+    if case.V % 8 == 0:
+        assert finite([flash_qla.decode_gated_delta_net(**test_decode_region.make(case, "cuda"))]), case
+print("done: region of a token", flush=True)
 
 # The norm: every instance, in steps over rows of three strides
 for dtype, V in itertools.product(test_norm.DTYPES, (64, 100, 264)):
