@@ -13,8 +13,7 @@ namespace flash_qla {
 
 namespace {
 
-constexpr ConvolutionNames kNames = {
-    .x = "mixed", .weight = "conv_weight", .bias = "conv_bias", .pool = "window_pool"};
+constexpr ConvolutionNames kNames = {.x = "mixed", .weight = "conv_weight", .bias = "conv_bias", .pool = "window_pool"};
 
 // A stand-in for a tensor of this shape, of the same dtype and device: all of its elements are the first one of `like`.
 Tensor shaped(const Tensor& like, std::initializer_list<int64_t> shape) {

@@ -740,12 +740,12 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CPU, m) {
-  flash_qla::register_for_device<flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::begin_forward_cpu,
-                                 flash_qla::finish_forward_cpu, flash_qla::begin_backward_cpu,
-                                 flash_qla::replay_backward_cpu, flash_qla::finish_backward_cpu, flash_qla::prefill_cpu,
-                                 flash_qla::decode_cpu, flash_qla::decode_buffered_cpu, flash_qla::convolve_cpu,
-                                 flash_qla::store_windows_cpu, flash_qla::convolve_backward_cpu,
-                                 flash_qla::gated_rms_norm_cpu, flash_qla::gated_rms_norm_backward_cpu, flash_qla::decode_region_cpu>(m);
+  flash_qla::register_for_device<
+      flash_qla::forward_cpu, flash_qla::backward_cpu, flash_qla::begin_forward_cpu, flash_qla::finish_forward_cpu,
+      flash_qla::begin_backward_cpu, flash_qla::replay_backward_cpu, flash_qla::finish_backward_cpu,
+      flash_qla::prefill_cpu, flash_qla::decode_cpu, flash_qla::decode_buffered_cpu, flash_qla::convolve_cpu,
+      flash_qla::store_windows_cpu, flash_qla::convolve_backward_cpu, flash_qla::gated_rms_norm_cpu,
+      flash_qla::gated_rms_norm_backward_cpu, flash_qla::decode_region_cpu>(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_qla, CUDA, m) {

@@ -95,8 +95,8 @@ def causal_conv1d_fn(
         has_initial_state: [N] or more, bool: whether a sequence starts from its window, or from zeros.
         activation: "silu", "swish" or None.
         pad_slot_id, metadata, validate_data: ignored.
-        block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx, num_computed_tokens,
-            block_size_to_align: only None, and 0.
+        block_idx_first_scheduled_token, block_idx_last_scheduled_token: None.
+        initial_state_idx, num_computed_tokens, block_size_to_align: None, and 0.
 
     Returns:
         y, [D, T], in the dtype of x.
