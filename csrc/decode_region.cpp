@@ -103,9 +103,9 @@ DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, DecodeArgu
   rule.a = of_gates(r.a);
   rule.b = of_gates(r.b);
   rule_ = make_decode_call(op, std::move(rule));
-  make_norm_call(
-      op, {.o = rule_.v, .z = rule_.v, .weight = r.norm_weight, .eps = r.norm_eps, .activation = r.norm_activation},
-      /*is_backward=*/false, "norm_weight");
+  check_norm(op,
+             {.o = rule_.v, .z = rule_.v, .weight = r.norm_weight, .eps = r.norm_eps, .activation = r.norm_activation},
+             /*is_backward=*/false, "norm_weight");
 }
 
 Tensor DecodeRegion::packed_mixed() const {

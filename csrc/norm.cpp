@@ -36,7 +36,7 @@ bool is_readable_on_gpu(const Tensor& tensor, bool in_pieces) {
 
 }  // namespace
 
-NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backward, const char* weight) {
+NormCall check_norm(const char* op, NormArguments arguments, bool is_backward, const char* weight) {
   NormCall call{std::move(arguments)};
   call.op = op;
   check_defined(op, "o", call.o);
@@ -59,6 +59,11 @@ NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backwar
         "\", expected \"silu\" or \"sigmoid\"");
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   check(call.rows <= kMost, op, "o has ", call.rows, " rows, expected at most ", kMost);
+  return call;
+}
+
+NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backward, const char* weight) {
+  NormCall call = check_norm(op, std::move(arguments), is_backward, weight);
   make_contiguous(op, call.weight, call.weight.scalar_type());
   make_readable(call, call.o);
   make_readable(call, call.z);

@@ -41,6 +41,8 @@ struct NormGradients {
 
 // Throws std::runtime_error unless the call can run. `weight`: its name in errors.
 NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backward, const char* weight = "weight");
+// The checks of make_norm_call alone, which copy nothing. Tensors stay as they came.
+NormCall check_norm(const char* op, NormArguments arguments, bool is_backward, const char* weight = "weight");
 
 // Copies o, z or grad_y unless the device can read it where it is.
 void make_readable(const NormCall& call, Tensor& tensor);

@@ -156,7 +156,7 @@ def sources(compiler: Compiler, races: bool) -> list[tuple]:
     for path in (*for_gpu, ROOT / "csrc/ops.cpp"):
         found.remove((path, *of_host))
     of_ranks = ("begin_forward", "finish_forward", "begin_backward", "replay_backward", "finish_backward")
-    passes = ("forward", "backward", *of_ranks, "prefill", "decode", "decode_buffered")
+    passes = ("forward", "backward", *of_ranks, "prefill", "decode", "decode_buffered", "decode_region")
     passes += ("convolve", "store_windows", "convolve_backward", "gated_rms_norm", "gated_rms_norm_backward")
     renamed = [f"-D{name}_cpu={name}_cuda" for name in passes]
     return [*found, *((path, *as_gpu) for path in for_gpu), (ROOT / "csrc/ops.cpp", *of_host, *renamed)]

@@ -22,7 +22,7 @@ namespace emulator {
 Index thread_index, block_index, block_dim;
 unsigned thread_of_cluster;
 uint64_t progress = 0;
-alignas(1024) char dynamic_shared[227 << 10];
+alignas(1024) char dynamic_shared[kSharedBytes];
 
 namespace {
 
@@ -658,8 +658,9 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
   }
   const dim3 grid = config->gridDim;
   cluster.shared_bytes = (config->dynamicSmemBytes + 1023) / 1024 * 1024;
-  const bool fits = cluster.ctas <= emulator::kMostCtas && grid.x % cluster.ctas == 0 &&
-                    cluster.threads() <= emulator::kMostThreads &&
+  constexpr size_t kMostOfCta = 227 << 10;
+  const bool fits = config->dynamicSmemBytes <= kMostOfCta && cluster.ctas <= emulator::kMostCtas &&
+                    grid.x % cluster.ctas == 0 && cluster.threads() <= emulator::kMostThreads &&
                     cluster.ctas * cluster.shared_bytes <= sizeof emulator::dynamic_shared;
   if (!fits) {
     return cudaErrorInvalidValue;

@@ -30,7 +30,6 @@ constexpr bool kOn = true;
 constexpr bool kOn = false;
 #endif
 
-constexpr int kSharedBytes = 227 << 10;
 constexpr int kGranule = 2;      // bytes
 constexpr int kMostLanes = 256;  // clocks of engines; the last one is the clock of the launch ahead
 
