@@ -169,6 +169,30 @@ def test_parts(case, device):
     check(case, device)
 
 
+def launched(call, folder) -> list[str]:
+    """The kernels that a call launches."""
+    if torch.cuda.get_device_name() == "emulated":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("EMULATED_LAUNCHES", str(folder / "launches"))
+            call()
+        return [line.split()[0] for line in (folder / "launches").read_text().splitlines()]
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [x.name for x in profile.events() if x.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.gpu
+def test_one_kernel(tmp_path):
+    """Also with slices, rows by key heads and windows of either layout."""
+    for i, case in enumerate((BASE, Case(by_key_heads=True, columns_last=False))):
+        arguments = make(case, "cuda")
+        (tmp_path / str(i)).mkdir()
+        names = launched(lambda arguments=arguments: flash_qla.decode_gated_delta_net(**arguments), tmp_path / str(i))
+        assert len(names) == 1 and names[0].startswith("decode_region"), names
+
+
 def test_formula(device):
     """Four steps of two sequences."""
     case = Case(indices=(5, 2))
