@@ -84,11 +84,14 @@ inline void synchronize(Meeting& meeting, int threads) {
 }
 int lanes_alive();  // of the warp
 
+struct Mbarrier;
 // Clusters. Their CTAs run together; a cluster has its CTAs' shared memory one after the other.
 char* own_shared();
 char* in_cta_of_cluster(char* shared, int rank);
 void arrive_at_cluster();
 void wait_for_cluster();
+// Stores a float to shared memory of another CTA and completes its bytes at the barrier there (st.async).
+void send(float* to, float x, Mbarrier& barrier, int rank);
 
 inline void sync_warp() { meet(warp_meeting(), lanes_alive()); }
 

@@ -113,13 +113,7 @@ inline void expect_sent(uint64_t* barrier, int bytes) {
   here.arrive();
 }
 inline void send(float* to, float x, uint64_t* barrier, int rank) {
-  const auto there = [=](auto* address) {
-    return reinterpret_cast<decltype(address)>(emulator::in_cta_of_cluster(reinterpret_cast<char*>(address), rank));
-  };
-  emulator::Mbarrier& sent = emulator::mbarrier(*there(barrier));
-  *there(to) = x;
-  emulator::races::load(&sent, there(to), sizeof x);
-  sent.complete(sizeof x);
+  emulator::send(to, x, emulator::mbarrier(*barrier), rank);
 }
 inline void wait_for_sent(uint64_t* barrier) { emulator::mbarrier(*barrier).wait(0); }
 inline void fence_proxies() { tl::fence_proxy_async(); }
