@@ -30,7 +30,7 @@ struct RegionArguments {
   std::optional<Tensor> dwindow;       // shape of the windows; zero by default
   // On pools, whose other arguments are PoolArguments:
   Tensor window_pool = undefined_tensor();   // [slots, D, W - 1] or [slots, D, W]; written
-  std::optional<Tensor> window_checkpoints;  // [total, D, columns], beside the checkpoints of states; written
+  std::optional<Tensor> window_checkpoints;  // [total, D, columns], with those of states; written
 };
 
 // The three parts. Each takes the results of the parts before it.
