@@ -47,6 +47,7 @@ KERNELS = {
     "conv_gradients": ("convolution", {}, {}),
     "decode": ("decode", {}, {"state_v_first": True}),
     "decode_buffered": ("decode_buffered", {}, {"state_v_first": True}),
+    "decode_region": ("decode_region", {}, {}),
     "gated_rms_norm": ("norm", {}, {}),
     "gated_rms_norm_backward": ("norm", {}, {}),
     "sum_rows": ("norm", {}, {}),
@@ -70,6 +71,7 @@ def check(call: str, case, mode: dict) -> list[str]:
     import accuracy
     import cases
     import test_convolution
+    import test_decode_region
     import test_norm
     import trials
     from begin_finish import run_begin_finish
@@ -83,6 +85,10 @@ def check(call: str, case, mode: dict) -> list[str]:
         ratios = test_convolution.ratios(test_convolution.Case(**fields, D=2 * case.H_k * case.K + case.H_v * case.V))
         lines = [f"{name:12} {ratio:.2f} of its bar" for name, ratio in ratios.items()]
         return [*lines, *(f"MISS {name}" for name, ratio in ratios.items() if not ratio <= 1)]
+    if call == "decode_region":  # raises an error
+        sizes = {name: getattr(case, name) for name in ("T", "H_k", "H_v", "K", "V", "dtype")}
+        test_decode_region.check(test_decode_region.Case(indices=tuple(range(case.B)), **sizes), "cuda")
+        return ["y, windows and states are within their bars"]
     if call.startswith("decode"):  # a trial has its own bars, and raises an error
         ratios = trials.run(trials.Trial(call, case), "cuda")
         return [f"{name:12} {ratio:.2f} of its bar" for name, ratio in ratios.items()]

@@ -129,6 +129,7 @@ torch.ops.flash_qla.gated_delta_rule_forward_begin(x, x, x, g, g, [0])
         ("--kernel portable_token_gradients --shape 1x70 --heads 1x2", 0),
         ("--kernel token_gradients --shape 1x70 --heads 1x2", 0),
         ("--kernel decode_buffered --shape 2x1", 0),
+        ("--kernel decode_region --shape 2x1", 0),
         ("--kernel causal_conv1d_backward --shape 130+0+64", 0),
         ("--kernel segment_scan --shape 1x70 --mode fused=1", 1),
     ),
@@ -175,7 +176,10 @@ int main(int, char** arguments) {
   const int mode = arguments[1][0] - '0';
   char* const byte = dynamic_shared + 64;
   Meeting meeting;
-  const auto be = [](unsigned thread) { thread_index = {thread, 0, 0}; };
+  const auto be = [](unsigned thread) {
+    thread_index = {thread, 0, 0};
+    thread_of_cluster = thread;
+  };
   races::begin_cta(128);
   be(0);
   races::write(byte, 4);
