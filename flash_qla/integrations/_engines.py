@@ -29,6 +29,8 @@ class Replacement:
             be installed. Signatures are not compared, but the name must be there.
         absent: {module: {name there: value}}, for names that are None or False because the package of their functions
             is not installed. use() leaves other values as they are.
+        methods: {module: {"Class.method": function of the engine's own method that returns ours}}. If a release has not
+            all of a module's methods, with the arguments of ours, it keeps its own, and a line of its log says so.
         package: the engine's name on PyPI.
         run: releases of it that have run on these functions. A line of the engine's log names any other release.
     """
@@ -39,6 +41,7 @@ class Replacement:
         functions: dict[str, dict[str, Callable | tuple[Callable | None, ...]]],
         unchecked: dict[str, dict[str, Callable]] | None = None,
         absent: dict[str, dict[str, object]] | None = None,
+        methods: dict[str, dict[str, Callable]] | None = None,
         package: str | None = None,
         run: Collection[str] = (),
     ):
@@ -49,6 +52,7 @@ class Replacement:
         }
         self._unchecked = unchecked or {}
         self._absent = absent or {}
+        self._methods = methods or {}
         self._package, self.run = package, run
         self._originals = {}
         self._said = set()
@@ -105,6 +109,24 @@ class Replacement:
                     raise self._unknown(f"{path}.{name}", theirs, ours)
                 if theirs is not ours and not (group is self._absent and theirs):
                     chosen.append((module, name, theirs, ours))
+        return chosen + self._choose_methods(module)
+
+    def _choose_methods(self, module: ModuleType) -> list[tuple]:
+        """The same for methods, with their class in place of the module."""
+        chosen = []
+        for name, make in self._methods.get(module.__name__, {}).items():
+            of, _, method = name.partition(".")
+            owner = getattr(module, of, None)
+            if (owner, method) in self._originals:
+                continue
+            theirs = vars(owner).get(method) if isinstance(owner, type) else None
+            ours = make(theirs) if callable(theirs) else None
+            if ours is None or _parameters(ours, follow_wrapped=False) != _parameters(theirs):
+                log = logging.getLogger(f"{self._package}.flash_qla")
+                came = f"has arguments {inspect.signature(theirs)}" if callable(theirs) else "is not there"
+                log.info("%s keeps its own layer: %s.%s %s", self._package, module.__name__, name, came)
+                return []
+            chosen.append((owner, method, theirs, ours))
         return chosen
 
     def _put(self, chosen: list[tuple]) -> None:
@@ -169,9 +191,10 @@ def earlier(function: Callable, *lacks: str) -> Callable:
     return of_earlier
 
 
-def _parameters(function: Callable) -> list[tuple]:
+def _parameters(function: Callable, follow_wrapped: bool = True) -> list[tuple]:
     """Name, kind and default of each argument; annotations may differ."""
-    return [(x.name, x.kind, x.default) for x in inspect.signature(function).parameters.values()]
+    signature = inspect.signature(function, follow_wrapped=follow_wrapped)
+    return [(x.name, x.kind, x.default) for x in signature.parameters.values()]
 
 
 def require(function: str, **arguments: tuple[object, object]) -> None:

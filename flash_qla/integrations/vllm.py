@@ -27,6 +27,7 @@ functions run with the arguments that their layers pass.
 import torch
 
 import flash_qla
+from flash_qla.integrations import _vllm_layer
 from flash_qla.integrations._engines import (
     Replacement,
     earlier,
@@ -40,7 +41,7 @@ from flash_qla.integrations._engines import (
 )
 from flash_qla_environment import is_not_off
 
-_NULL_INDEX = 0
+_NULL_INDEX = _vllm_layer.NULL_INDEX
 
 
 class _RawGates(torch.Tensor):
@@ -331,6 +332,38 @@ def _decode(q, k, v, gates, pool, scale, cu_seqlens, indices, num_accepted_token
     return o.transpose(0, 1) if has_one_token else o, pool
 
 
+def fused_gdn_decode_post_conv_mtp(
+    mixed_qkv, a, b, A_log, dt_bias, state_indices, cu_seqlens, num_accepted_tokens, state, output_gate, norm_weight,
+    out=None, scale=128**-0.5, norm_eps=1e-5, output_gate_activation="silu",
+):  # fmt: skip
+    """vLLM's verification of drafts with the norm, after the convolution.
+
+    Args:
+        mixed_qkv: [T, 2 H_k K + H_v V], the result of the convolution.
+        a, b: [T, H_v], inputs of the gate and of the step size.
+        A_log, dt_bias: parameters of the gate, [H_v].
+        state_indices: [N, S]: the state after token t of sequence n goes to slot [n, t].
+        cu_seqlens: offsets of the sequences, [N + 1].
+        num_accepted_tokens: [N]: sequence n starts from slot [n, num_accepted_tokens[n] - 1].
+        state: the pool, [slots, H_v, V, K], written in place.
+        output_gate: [T, H_v, V], the input of the norm's gate.
+        norm_weight: [V].
+        out: memory for the result, like output_gate.
+        scale: factor of the queries.
+        norm_eps, output_gate_activation: of the norm: "silu" or "sigmoid".
+
+    Returns:
+        out, or a new tensor in its place.
+    """
+    out = torch.empty_like(output_gate) if out is None else out
+    flash_qla.decode_gated_delta_net(
+        *(x[None] for x in (mixed_qkv, output_gate, a, b)), None, None, norm_weight, A_log, dt_bias, None, state,
+        state_indices, scale=scale, null_index=_NULL_INDEX, norm_eps=norm_eps, norm_activation=output_gate_activation,
+        cu_seqlens=cu_seqlens, num_accepted_tokens=num_accepted_tokens, write_indices=state_indices, out=out[None],
+    )  # fmt: skip
+    return out
+
+
 _LAYERS = "vllm.model_executor.layers.mamba.gdn"
 _BLOCKS = (
     *("block_idx_first_scheduled_token", "block_idx_last_scheduled_token", "initial_state_idx"),
@@ -357,6 +390,12 @@ _replacement = Replacement(
             "fused_recurrent_gated_delta_rule": (fused_recurrent_gated_delta_rule,),
             "causal_conv1d_fn": _CONVOLUTION,
         },
+    },
+    methods={
+        f"{_LAYERS}.qwen_gdn_linear_attn": {
+            "QwenGatedDeltaNetAttention.__init__": _vllm_layer.with_region,
+            "QwenGatedDeltaNetAttention._forward_core_fused_norm_packed": _vllm_layer.forward_core,
+        }
     },
     package="vllm",
     run=("0.33.0",),

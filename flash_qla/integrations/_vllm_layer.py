@@ -1,0 +1,146 @@
+"""vLLM's layer of Qwen3-Next and Qwen3.5: a step of decoding, also with drafts, is one call of decode_gated_delta_net.
+
+vLLM has a path that takes the norm into the layer's custom op, for its own kernel of drafts. A layer whose parts
+decode_gated_delta_net takes gets that path for every step, and this module's method in it. Steps with a prefill run the
+functions that the layer had without it: the convolution, the delta rule and vLLM's norm. So do steps with drafts if
+VLLM_GDN_DECODE_KERNEL=cuda asks for vLLM's kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+
+import torch
+
+import flash_qla
+
+NULL_INDEX = 0  # vLLM's null slot
+MOST_TOKENS = 8  # of a sequence, in one kernel
+_said = set()
+
+
+def why_not(layer: torch.nn.Module, dtype: torch.dtype, windows: torch.dtype, states: torch.dtype) -> str | None:
+    """Why a layer does not get the path, or None. `windows` and `states`: the dtypes of its pools."""
+    norm, weight = layer.norm, layer.conv1d.weight
+    K, V, group = layer.head_k_dim, layer.head_v_dim, layer.num_v_heads // layer.num_k_heads
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return "it needs a GPU of compute capability 9.0"
+    if dtype != torch.bfloat16 or {windows, weight.dtype} != {dtype}:
+        return f"the model has {dtype}, its convolution {weight.dtype} and the windows {windows}, expected bfloat16"
+    if states not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"states have {states}"
+    if K > 128 or K % 8 or V % 8 or group * V > 512 or weight.shape[-1] != 4:
+        return f"K = {K}, V = {V}, {group} value heads of a key head, {weight.shape[-1]} taps"
+    if norm.activation not in ("silu", "swish", "sigmoid") or layer.activation not in ("silu", "swish"):
+        return f"the activations are {layer.activation} and {norm.activation}"
+    plain = norm.norm_before_gate and norm.group_size in (None, V) and getattr(norm, "bias", None) is None
+    return None if plain else "the norm has a bias, groups, or the gate before it"
+
+
+def with_region(theirs: Callable) -> Callable:
+    """The layer's constructor, which then turns the path on."""
+
+    @functools.wraps(theirs)
+    def __init__(self, config, vllm_config, prefix="", gqa_interleaved_layout=False, reduce_results=True):
+        theirs(self, config, vllm_config, prefix, gqa_interleaved_layout, reduce_results)
+        reason = why_not(self, vllm_config.model_config.dtype, *self.get_state_dtype())
+        self.has_flash_qla_region = reason is None
+        self.enable_fused_gdn_spec_decode = self.enable_fused_gdn_spec_decode or reason is None
+        if reason not in _said:
+            _said.add(reason)
+            log = logging.getLogger("vllm.flash_qla")
+            if reason is None:
+                log.info("flash_qla runs steps of decoding as one kernel, from the convolution to the norm")
+            else:
+                log.info("steps of decoding run convolution, delta rule and norm one by one: %s", reason)
+
+    return __init__
+
+
+def forward_core(theirs: Callable) -> Callable:
+    """The layer's work between its projections, with the norm."""
+
+    @functools.wraps(theirs)
+    def _forward_core_fused_norm_packed(self, mixed_qkvz, ba, core_attn_out):
+        metadata = _metadata(self)
+        if metadata is not None and _decodes(self, metadata):
+            decode(self, metadata, mixed_qkvz, ba, core_attn_out)
+        elif metadata is None or not self.gqa_interleaved_layout:
+            theirs(self, mixed_qkvz, ba, core_attn_out)
+        else:  # as the layer without this path
+            q, k, v, z, b, a = self.fix_query_key_value_ordering(mixed_qkvz, ba)
+            mixed_qkv = torch.cat([x.flatten(1) for x in (q, k, v)], -1)
+            self._forward_core(mixed_qkv=mixed_qkv, b=b.contiguous(), a=a.contiguous(), core_attn_out=core_attn_out)
+            o = core_attn_out[: metadata.num_actual_tokens]
+            self._rms_norm_gated_cuda(o, z.reshape(core_attn_out.shape)[: o.shape[0]], o)
+
+    return _forward_core_fused_norm_packed
+
+
+def _metadata(layer):
+    """The step's metadata; None where vLLM warms up."""
+    found = sys.modules["vllm.forward_context"].get_forward_context().attn_metadata
+    return found.get(layer.prefix) if isinstance(found, dict) else None
+
+
+def _decodes(layer, metadata) -> bool:
+    """Whether every sequence of a step has one token, or every one has drafts."""
+    if not getattr(layer, "has_flash_qla_region", False) or metadata.num_prefills > 0:
+        return False
+    if metadata.spec_sequence_masks is None:
+        return metadata.num_decodes > 0 and metadata.non_spec_state_indices_tensor.dim() == 1
+    is_all_drafts = metadata.num_decodes == 0 < metadata.num_spec_decodes and layer.gdn_decode_kernel != "cuda"
+    return is_all_drafts and metadata.spec_state_indices_tensor.shape[1] <= MOST_TOKENS
+
+
+def decode(layer, metadata, mixed_qkvz, ba, core_attn_out) -> None:
+    """A step of decoding, written to core_attn_out [tokens, H_v, V].
+
+    Args:
+        layer: with conv1d, norm, A_log, dt_bias, kv_cache and the numbers of heads.
+        metadata: a step that _decodes takes.
+        mixed_qkvz: [tokens, 2 H_k K + 2 H_v V], packed or by key heads.
+        ba: [tokens, 2 H_v], likewise.
+    """
+    tokens = metadata.num_actual_tokens
+    has_drafts = metadata.spec_sequence_masks is not None
+    windows, states = layer.kv_cache[:2]
+    conv = layer.conv1d
+    if windows.shape[1] != conv.weight.shape[0]:
+        windows = windows.transpose(1, 2)
+    if has_drafts:
+        N = metadata.num_spec_decodes
+        slots = metadata.spec_state_indices_tensor[:N]
+        tables = {
+            "cu_seqlens": metadata.spec_query_start_loc[: N + 1],
+            "num_accepted_tokens": metadata.num_accepted_tokens[:N],
+            "write_indices": slots,
+        }
+    else:  # with drafts in other steps a window has more columns, of which the first ones count
+        slots, tables = metadata.non_spec_state_indices_tensor[:tokens], {}
+        windows = windows[..., : conv.weight.shape[-1] - 1]
+
+    def of_step(x):
+        return x[:tokens].unsqueeze(0 if has_drafts else 1)
+
+    mixed, z, b, a = map(of_step, parts(layer, mixed_qkvz, ba))
+    flash_qla.decode_gated_delta_net(
+        mixed, z, a, b, conv.weight.flatten(1), conv.bias, layer.norm.weight, layer.A_log, layer.dt_bias, windows,
+        states, slots, scale=layer.head_k_dim**-0.5, null_index=NULL_INDEX, norm_eps=layer.layer_norm_epsilon,
+        norm_activation="sigmoid" if layer.norm.activation == "sigmoid" else "silu", out=of_step(core_attn_out),
+        **tables,
+    )  # fmt: skip
+
+
+def parts(layer, mixed_qkvz: torch.Tensor, ba: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """mixed, z, b and a of the projections, as views."""
+    K, V, group = layer.head_k_dim, layer.head_v_dim, layer.num_v_heads // layer.num_k_heads
+    H_k = layer.num_k_heads // layer.tp_size
+    if layer.gqa_interleaved_layout:
+        mixed, z = mixed_qkvz.unflatten(-1, (H_k, -1)).split([2 * K + group * V, group * V], -1)
+        return mixed, z.unflatten(-1, (group, V)), *ba.unflatten(-1, (H_k, -1)).split(group, -1)
+    mixed, z = mixed_qkvz.split([H_k * (2 * K + group * V), H_k * group * V], -1)
+    return mixed, z.unflatten(-1, (-1, V)), *ba.split(H_k * group, -1)

@@ -1,0 +1,242 @@
+"""Steps of decoding of vLLM's layer, on stand-ins of the layer and of its metadata, against the formula in float64."""
+
+import dataclasses
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from accuracy import relative_error
+from test_decode_region_drafts import BARS, Case, expected, make
+
+from flash_qla.integrations import _engines, _vllm_layer
+
+PREFIX = "model.layers.0.linear_attn"
+
+
+class Layer:
+    """The attributes and methods of vLLM's layer that a step of decoding needs."""
+
+    def __init__(self, config, vllm_config, prefix="", gqa_interleaved_layout=False, reduce_results=True):
+        vars(self).update(vars(config), prefix=prefix, gqa_interleaved_layout=gqa_interleaved_layout)
+        self.enable_fused_gdn_spec_decode = False
+
+    def get_state_dtype(self):
+        return tuple(x.dtype for x in self.kv_cache)
+
+    def _forward_core_fused_norm_packed(self, mixed_qkvz, ba, core_attn_out):
+        self.calls.append("theirs")
+
+
+def layer_of(x: dict, case: Case, device: str, *, rows_last: bool = True, cls=Layer) -> Layer:
+    """A layer with the tensors of a call; its pool of windows is [slots, D, columns] if rows_last, else transposed."""
+    windows = x["window_pool"] if rows_last else x["window_pool"].mT
+    config = SimpleNamespace(
+        conv1d=SimpleNamespace(weight=x["conv_weight"][:, None], bias=x["conv_bias"]),
+        norm=SimpleNamespace(weight=x["norm_weight"], activation="silu", norm_before_gate=True, group_size=None),
+        A_log=x["A_log"],
+        dt_bias=x["dt_bias"],
+        kv_cache=(windows, x["state_pool"]),
+        num_k_heads=2 * case.H_k,
+        num_v_heads=2 * case.H_v,
+        tp_size=2,
+        head_k_dim=case.K,
+        head_v_dim=case.V,
+        layer_norm_epsilon=1e-6,
+        activation="silu",
+        gdn_decode_kernel="triton",
+        calls=[],
+    )
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=case.dtype))
+    return cls(config, vllm_config, PREFIX, case.by_key_heads)
+
+
+def in_one(x: dict, *names: str) -> torch.Tensor:
+    """Tokens' tensors in one, as a projection has them: [tokens, channels]."""
+    of_heads = x["mixed"].dim() == 4
+    tensors = [y.flatten(3 if of_heads else 2) for y in (x[name] for name in names)]
+    return torch.cat(tensors, -1).flatten(0, 1).flatten(1)
+
+
+def step_of(x: dict, tokens: int) -> SimpleNamespace:
+    """The metadata of a step of decoding."""
+    has_drafts = "num_accepted_tokens" in x
+    N = x["state_indices"].shape[0]
+    return SimpleNamespace(
+        num_prefills=0,
+        num_decodes=0 if has_drafts else N,
+        num_spec_decodes=N if has_drafts else 0,
+        num_actual_tokens=tokens,
+        spec_sequence_masks=torch.ones(N, dtype=torch.bool) if has_drafts else None,
+        non_spec_state_indices_tensor=None if has_drafts else x["state_indices"],
+        spec_state_indices_tensor=x["state_indices"] if has_drafts else None,
+        spec_query_start_loc=x.get("cu_seqlens"),
+        num_accepted_tokens=x.get("num_accepted_tokens"),
+    )
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs the layer's method in a step."""
+
+    def run(layer, metadata, *arguments):
+        module = ModuleType("vllm.forward_context")
+        found = {PREFIX: metadata} if metadata is not None else None
+        module.get_forward_context = lambda: SimpleNamespace(attn_metadata=found)
+        monkeypatch.setitem(sys.modules, "vllm.forward_context", module)
+        method = _vllm_layer.forward_core(type(layer)._forward_core_fused_norm_packed)
+        method(layer, *arguments)
+
+    return run
+
+
+ONE = {"T": 1, "indices": (4, 0, 6, 2), "options": (("null_index", 0),)}
+SEVERAL = {"lengths": (4, 2, 1, 0, 3), "indices": (4, 5, 6, 2, 3), "accepted": (1, 3, 2, 1, 4)}
+CASES = (
+    (Case(**ONE), {}),
+    (Case(**ONE, by_key_heads=True, state_dtype=torch.bfloat16), {"rows_last": False}),
+    (Case(**SEVERAL, options=(("null_index", 0),)), {}),
+    (Case(**SEVERAL, options=(("null_index", 0),), by_key_heads=True, columns_last=False), {"rows_last": False}),
+)
+
+
+@pytest.mark.parametrize(("case", "options"), CASES, ids=str)
+def test_decode(case, options, device, run):
+    """Rows beyond the step's tokens stay as they are, and padded sequences change nothing."""
+    x = make(case, device)
+    layer = layer_of(x, case, device, **options)
+    layer.has_flash_qla_region = True
+    qkvz, ba = in_one(x, "mixed", "z"), in_one(x, "b", "a")
+    tokens = qkvz.shape[0]
+    wanted = expected(x)
+    qkvz, ba = (torch.cat([y, y.new_full((2, y.shape[1]), torch.nan)]) for y in (qkvz, ba))
+    out = torch.full((tokens + 2, case.H_v, case.V), 7.0, dtype=case.dtype, device=device)
+    run(layer, step_of(x, tokens), qkvz, ba, out)
+    assert layer.calls == [] and (out[tokens:] == 7).all()
+    y = wanted["y"].flatten(0, 1).to(device)
+    assert relative_error(out[:tokens].double(), y) < BARS[2]
+    assert torch.equal(x["window_pool"].double().cpu(), wanted["window_pool"])
+    states = x["state_pool"].double()
+    assert relative_error(states, wanted["state_pool"].to(device)) < BARS[x["state_pool"].element_size()]
+
+
+def test_a_step_without_drafts_has_the_first_columns(run):
+    """With drafts in other steps windows are wider; vLLM's own update takes and writes their first columns too."""
+    case = Case(**ONE)
+    x = make(case, "cpu")
+    wide = torch.cat([x["window_pool"], torch.full_like(x["window_pool"], 5.0)], -1)
+    layer = layer_of(x | {"window_pool": wide}, case, "cpu")
+    layer.has_flash_qla_region = True
+    wanted = expected(x)
+    out = torch.zeros(4, case.H_v, case.V, dtype=case.dtype)
+    run(layer, step_of(x, 4), in_one(x, "mixed", "z"), in_one(x, "b", "a"), out)
+    assert torch.equal(wide[..., :3].double(), wanted["window_pool"]) and (wide[..., 3:] == 5).all()
+    assert relative_error(out.double(), wanted["y"].flatten(0, 1)) < BARS[2]
+
+
+def test_other_steps_are_theirs(run):
+    case = Case(**SEVERAL)
+    x = make(case, "cpu")
+    arguments = in_one(x, "mixed", "z"), in_one(x, "b", "a"), torch.zeros(10, case.H_v, case.V, dtype=case.dtype)
+    before = {name: x[name].clone() for name in ("window_pool", "state_pool")}
+    step = step_of(x, 10)
+    many = torch.zeros(5, 9, dtype=torch.int32)
+    for change, attributes in (
+        ({"num_prefills": 1}, {}),
+        ({"num_decodes": 1}, {}),
+        ({"spec_state_indices_tensor": many}, {}),
+        ({}, {"gdn_decode_kernel": "cuda"}),
+        ({}, {"has_flash_qla_region": False}),
+        (None, {}),
+    ):
+        layer = layer_of(x, case, "cpu")
+        vars(layer).update({"has_flash_qla_region": True} | attributes)
+        run(layer, None if change is None else SimpleNamespace(**vars(step) | change), *arguments)
+        assert layer.calls == ["theirs"]
+    for name, tensor in before.items():
+        assert torch.equal(x[name], tensor)
+
+
+def test_a_prefill_of_heads_in_groups(run):
+    """vLLM's path has no such layout: the tokens are sorted as in the layer without it, then core and norm run."""
+
+    class Grouped(Layer):
+        def fix_query_key_value_ordering(self, mixed_qkvz, ba):
+            mixed, z, b, a = _vllm_layer.parts(self, mixed_qkvz, ba)
+            q, k, v = mixed.split([self.head_k_dim, self.head_k_dim, mixed.shape[-1] - 2 * self.head_k_dim], -1)
+            v = v.unflatten(-1, (-1, self.head_v_dim)).flatten(1, 2)
+            return q, k, v, z.flatten(1, 2), b.flatten(1), a.flatten(1)
+
+        def _forward_core(self, mixed_qkv, b, a, core_attn_out):
+            self.calls.append((mixed_qkv, b, a))
+            core_attn_out[:3] = 1
+
+        def _rms_norm_gated_cuda(self, x, output_gate, out):
+            self.calls.append(output_gate)
+            out.mul_(output_gate)
+
+    case = Case(T=4, indices=(2,), by_key_heads=True)
+    x = make(case, "cpu")
+    layer = layer_of(x, case, "cpu", cls=Grouped)
+    layer.has_flash_qla_region = True
+    out = torch.zeros(4, case.H_v, case.V, dtype=case.dtype)
+    step = SimpleNamespace(num_prefills=1, num_actual_tokens=3)
+    run(layer, step, in_one(x, "mixed", "z"), in_one(x, "b", "a"), out)
+    (mixed, b, a), z = layer.calls
+    from test_decode_region import plain
+
+    packed = plain(x)
+    assert torch.equal(mixed, packed["mixed"][0]) and torch.equal(b, packed["b"][0]) and torch.equal(a, packed["a"][0])
+    assert torch.equal(z, packed["z"][0, :3]) and torch.equal(out[:3], z) and not out[3:].any()
+
+
+def test_the_constructor(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    case = Case(**ONE)
+    x = make(case, "cpu")
+    monkeypatch.setattr(_vllm_layer, "_said", set())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Layer, "__init__", _vllm_layer.with_region(Layer.__init__))
+    for capability, change, why in (
+        ((9, 0), {}, "as one kernel"),
+        ((8, 0), {}, "compute capability 9.0"),
+        ((9, 0), {"dtype": torch.float16}, "expected bfloat16"),
+        ((9, 0), {"H_k": 1, "H_v": 5}, "5 value heads"),
+        ((9, 0), {"state_dtype": torch.float8_e4m3fn}, "states have torch.float8"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        of_layer = dataclasses.replace(case, **change)
+        inputs = x if not change else make(of_layer, "cpu")
+        for _ in range(2):
+            layer = layer_of(inputs, of_layer, "cpu")
+        assert layer.has_flash_qla_region == layer.enable_fused_gdn_spec_decode == (why == "as one kernel")
+        assert why in caplog.records[-1].message
+    assert len(caplog.records) == 5
+
+
+def test_a_release_with_another_layer(monkeypatch, caplog):
+    """Its functions are replaced, its layer is not, and the log says so."""
+    caplog.set_level(logging.INFO)
+    module = ModuleType("engine")
+    module.function, module.Layer = lambda x: 1, type("Layer", (), {"one": lambda self: 1, "two": lambda self, x: 2})
+    monkeypatch.setitem(sys.modules, "engine", module)
+
+    def replacement(*names):
+        def method(theirs):
+            return lambda self: 10 + theirs(self)
+
+        methods = {"engine": dict.fromkeys(names, method)}
+        return _engines.Replacement(
+            "engine 1", {"engine": {"function": lambda x: 10}}, methods=methods, package="engine"
+        )
+
+    own = module.Layer.one
+    for names, works in ((["Layer.one"], True), (["Layer.one", "Layer.two"], False), (["Layer.three"], False)):
+        ours = replacement(*names)
+        ours.use()
+        ours.use()
+        assert module.function(0) == 10 and module.Layer().one() == (11 if works else 1)
+        assert works or f"engine keeps its own layer: engine.{names[-1]}" in caplog.text
+        ours.restore()
+        assert module.function(0) == 1 and module.Layer.one is own
