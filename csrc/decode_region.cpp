@@ -1,5 +1,6 @@
 #include "decode_region.h"
 
+#include <algorithm>
 #include <array>
 #include <utility>
 #include <vector>
@@ -59,8 +60,8 @@ Sizes read_sizes(const char* op, const Tensor& mixed, const Tensor& state_pool) 
 
 }  // namespace
 
-DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, DecodeArguments rule)
-    : op_(op), arguments_(std::move(arguments)) {
+DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, WindowArguments windows, DecodeArguments rule)
+    : op_(op), arguments_(std::move(arguments)), windows_(std::move(windows)) {
   const RegionArguments& r = arguments_;
   const auto [B, T, H_k, H_v, K, V] = read_sizes(op, r.mixed, rule.state_pool);
   const int64_t group = H_v / H_k;
@@ -81,20 +82,7 @@ DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, DecodeArgu
     check_floating(op, name, *tensor);
   }
 
-  PoolArguments pool;
-  pool.state_pool = r.window_pool;
-  pool.state_indices = *rule.state_indices;
-  pool.null_index = rule.null_index;
-  convolution_ = make_convolution_on_pool(op,
-                                          {.x = shaped(r.mixed, {B, T, 2 * H_k * K + H_v * V}),
-                                           .weight = r.conv_weight,
-                                           .bias = r.conv_bias,
-                                           .initial_state = std::nullopt,
-                                           .cu_seqlens = std::nullopt,
-                                           .dht = std::nullopt},
-                                          std::move(pool), kNames);
-  check(convolution_.initial_state->size(0) == rule.state_pool.size(0), op, "window_pool has ",
-        convolution_.initial_state->size(0), " slots, expected ", rule.state_pool.size(0), ", those of state_pool");
+  make_convolution(rule, B, T, 2 * H_k * K + H_v * V);
   rule.q = rule.k = shaped(r.mixed, {B, T, H_k, K});
   rule.v = shaped(r.mixed, {B, T, H_v, V});
   const auto of_gates = [&](const Tensor& x) {
@@ -106,6 +94,62 @@ DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, DecodeArgu
   check_norm(op,
              {.o = rule_.v, .z = rule_.v, .weight = r.norm_weight, .eps = r.norm_eps, .activation = r.norm_activation},
              /*is_backward=*/false, "norm_weight");
+}
+
+void DecodeRegion::make_convolution(const DecodeArguments& rule, int64_t B, int64_t T, int64_t D) {
+  const auto& [weight, pool_of_windows, kept] = windows_;
+  if (!weight) {
+    for (const auto& [name, tensor] : {NamedTensor{"conv_bias", or_null(arguments_.conv_bias)},
+                                       {"window_pool", or_null(pool_of_windows)},
+                                       {"intermediate_windows", or_null(kept)}}) {
+      check(tensor == nullptr, op_, name, " is a tensor, expected None without conv_weight");
+    }
+    return;
+  }
+  check(pool_of_windows.has_value(), op_, "window_pool is None, expected a tensor with conv_weight");
+  check_rank(op_, kNames.pool, *pool_of_windows, 3, "[slots, D, columns]");
+  PoolArguments pool;
+  pool.state_pool = *pool_of_windows;
+  pool.state_indices = *rule.state_indices;
+  if (pool.state_indices.dim() == 2 && pool.state_indices.size(1) > 0) {
+    const std::array shape = {pool.state_indices.size(0)}, strides = {pool.state_indices.stride(0)};
+    pool.state_indices = view(pool.state_indices, shape, strides);  // window and state of a sequence: column 0
+  }
+  pool.null_index = rule.null_index;
+  if (rule.num_accepted_tokens) {
+    check(!rule.parents, op_,
+          "parents is a tensor, expected None with num_accepted_tokens: accepted drafts are a chain");
+    const int64_t W = weight->dim() > 1 ? weight->size(weight->dim() - 1) : 0;
+    const int64_t steps = rule.state_indices->dim() == 2 ? rule.state_indices->size(1) : 1;
+    const Tensor& x = *pool_of_windows;
+    check(x.size(2) >= W - 2 + steps, op_, "window_pool has ", x.size(2), " columns, expected at least ", W - 2 + steps,
+          " with num_accepted_tokens: W - 1, and one for each column of state_indices but the first");
+    const std::array shape = {x.size(0), x.size(1), std::max<int64_t>(W - 1, 0)},
+                     strides = {x.stride(0), x.stride(1), x.stride(2)};
+    pool.state_pool = view(x, shape, strides);
+  }
+  convolution_ = make_convolution_on_pool(op_,
+                                          {.x = shaped(arguments_.mixed, {B, T, D}),
+                                           .weight = *weight,
+                                           .bias = arguments_.conv_bias,
+                                           .initial_state = std::nullopt,
+                                           .cu_seqlens = rule.cu_seqlens,
+                                           .dht = std::nullopt},
+                                          std::move(pool), kNames);
+  check(convolution_.initial_state->size(0) == rule.state_pool.size(0), op_, "window_pool has ",
+        convolution_.initial_state->size(0), " slots, expected ", rule.state_pool.size(0), ", those of state_pool");
+  if (kept) {
+    const char* const name = "intermediate_windows";
+    check_device(op_, name, *kept, arguments_.mixed, kNames.x);
+    check_same_dtype(op_, name, *kept, *pool_of_windows, kNames.pool);
+    check_rank(op_, name, *kept, 4, "[rows, steps, D, W - 1]");
+    check_shape(op_, name, *kept, {kept->size(0), kept->size(1), D, convolution_.W - 1}, "[rows, steps, D, W - 1]");
+  }
+}
+
+bool DecodeRegion::is_plain() const {
+  return has_convolution() && rule_.writes_back() && !rule_.cu_seqlens && !rule_.num_accepted_tokens &&
+         !rule_.parents && !rule_.intermediate_states && !windows_.intermediate_windows;
 }
 
 Tensor DecodeRegion::packed_mixed() const {

@@ -2,12 +2,20 @@
 // windows and states in pools.
 #pragma once
 
+#include <optional>
 #include <utility>
 
 #include "decode.h"
 #include "region.h"
 
 namespace flash_qla {
+
+// The arguments that neither a Region nor the delta rule has. Without conv_weight there is no convolution.
+struct WindowArguments {
+  std::optional<Tensor> conv_weight;           // [D, W] or [D, 1, W]
+  std::optional<Tensor> window_pool;           // [slots, D, columns]; written
+  std::optional<Tensor> intermediate_windows;  // [rows, steps, D, W - 1]: the windows after the tokens; written
+};
 
 // The three parts. mixed, z, a and b have their heads one after the other or, with a dimension more, in the groups of
 // their key heads:
@@ -18,25 +26,39 @@ namespace flash_qla {
 class DecodeRegion {
  public:
   // Throws like make_decode_call, before anything runs. `rule` lacks q, k, v, a and b.
-  DecodeRegion(const char* op, RegionArguments arguments, DecodeArguments rule);
+  DecodeRegion(const char* op, RegionArguments arguments, WindowArguments windows, DecodeArguments rule);
 
   const RegionArguments& arguments() const { return arguments_; }
-  // Of windows, filter and slots; x has the shape of mixed in the first form, and not always its contents.
+  const WindowArguments& windows() const { return windows_; }
+  bool has_convolution() const { return windows_.conv_weight.has_value(); }
+  // Of windows, filter and slots; x has the shape of mixed in the first form, and not always its contents. With drafts
+  // its windows are the first W - 1 columns of the pool's. Only with conv_weight.
   const Convolution& convolution() const { return convolution_; }
   // q, k, v, a and b have the shapes and dtypes of the delta rule's, and not always their contents.
   const DecodeCall& rule() const { return rule_; }
+  // Whether the call has the windows of drafts, [the last W - 2 rows before the tokens, the tokens].
+  bool has_draft_windows() const { return has_convolution() && rule_.num_accepted_tokens.has_value(); }
 
-  // Runs the parts one after the other, and returns the op's result.
+  // Whether causal_conv1d on a pool is the convolution of the call.
+  bool is_plain() const;
+
+  // Runs the parts of a plain call one after the other, and returns the op's result.
   template <auto Convolve, auto Decode, auto Norm>
   Tensor run_parts() const {
     Convolution convolution = convolution_;
     convolution.x = packed_mixed();
-    DecodeCall rule = rule_on(Convolve(std::move(convolution)).y);
-    return as_returned(Norm(norm_of(Decode(std::move(rule)))));
+    return run_rule_and_norm<Decode, Norm>(Convolve(std::move(convolution)).y);
   }
+  // The same after the convolution, on its result [B, T, D].
+  template <auto Decode, auto Norm>
+  Tensor run_rule_and_norm(const Tensor& x) const {
+    return as_returned(Norm(norm_of(Decode(rule_on(x)))));
+  }
+  // mixed in the first form.
+  Tensor packed_mixed() const;
 
  private:
-  Tensor packed_mixed() const;
+  void make_convolution(const DecodeArguments& rule, int64_t B, int64_t T, int64_t D);
   DecodeCall rule_on(const Tensor& x) const;
   NormCall norm_of(Tensor o) const;
   // y or, with `out`, which gets it, an empty tensor.
@@ -44,9 +66,14 @@ class DecodeRegion {
 
   const char* op_;
   RegionArguments arguments_;
+  WindowArguments windows_;
   Convolution convolution_;
   DecodeCall rule_;
 };
+
+// Throws, if a table has an index out of range, if a sequence has too many tokens for a GPU, or if two sequences write
+// one window. This synchronizes.
+void check_windows_of_drafts(const DecodeRegion& region);
 
 // Each returns the op's result.
 Tensor decode_region_cpu(const DecodeRegion& region);

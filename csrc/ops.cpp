@@ -162,6 +162,12 @@ constexpr auto kFields<RegionArguments> = std::tuple{
     Field{"window_pool", &RegionArguments::window_pool},
     Field{"window_checkpoints", &RegionArguments::window_checkpoints},
 };
+template <>
+constexpr auto kFields<WindowArguments> = std::tuple{
+    Field{"conv_weight", &WindowArguments::conv_weight},
+    Field{"window_pool", &WindowArguments::window_pool},
+    Field{"intermediate_windows", &WindowArguments::intermediate_windows},
+};
 
 namespace {
 
@@ -628,18 +634,21 @@ void gated_delta_net_bwd(const Stack<kGatedDeltaNetBwd>& stack) {
 
 // The region for a few tokens of each sequence, on pools; see DecodeRegion.
 constexpr char kDecodeGatedDeltaNet[] =
-    "decode_gated_delta_net(Tensor mixed, Tensor z, Tensor a, Tensor b, Tensor conv_weight, Tensor? conv_bias, "
-    "Tensor norm_weight, Tensor A_log, Tensor? dt_bias, Tensor(a!) window_pool, Tensor(b!) state_pool, "
+    "decode_gated_delta_net(Tensor mixed, Tensor z, Tensor a, Tensor b, Tensor? conv_weight, Tensor? conv_bias, "
+    "Tensor norm_weight, Tensor A_log, Tensor? dt_bias, Tensor(a!)? window_pool, Tensor(b!) state_pool, "
     "Tensor state_indices, float? scale=None, int null_index=-1, bool allow_neg_eigval=False, float norm_eps=1e-06, "
-    "str norm_activation=\"silu\", Tensor(c!)? out=None) "
+    "str norm_activation=\"silu\", Tensor? cu_seqlens=None, Tensor? num_accepted_tokens=None, "
+    "Tensor? write_indices=None, Tensor(c!)? intermediate_states=None, Tensor(d!)? intermediate_windows=None, "
+    "Tensor? intermediate_indices=None, Tensor? parents=None, bool update_state=True, Tensor(e!)? out=None) "
     "-> Tensor y";
 
 template <auto Decode>
 void decode_gated_delta_net(const Stack<kDecodeGatedDeltaNet>& stack) {
+  WindowArguments w;
   RegionArguments r;
   DecodeArguments d;
-  stack.take(r, d);
-  const DecodeRegion region(stack.kOp, std::move(r), std::move(d));
+  stack.take(w, r, d);
+  const DecodeRegion region(stack.kOp, std::move(r), std::move(w), std::move(d));
   Tensor y = Decode(region);
   if (contents_are_checked()) {
     check_results(region.rule(), y);

@@ -193,12 +193,12 @@ def decode_gated_delta_net(
     z: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    conv_weight: torch.Tensor,
+    conv_weight: torch.Tensor | None,
     conv_bias: torch.Tensor | None,
     norm_weight: torch.Tensor,
     A_log: torch.Tensor,
     dt_bias: torch.Tensor | None,
-    window_pool: torch.Tensor,
+    window_pool: torch.Tensor | None,
     state_pool: torch.Tensor,
     state_indices: torch.Tensor,
     *,
@@ -207,9 +207,17 @@ def decode_gated_delta_net(
     allow_neg_eigval: bool = False,
     norm_eps: float = 1e-6,
     norm_activation: Literal["silu", "sigmoid"] = "silu",
+    cu_seqlens: torch.Tensor | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    write_indices: torch.Tensor | None = None,
+    intermediate_states: torch.Tensor | None = None,
+    intermediate_windows: torch.Tensor | None = None,
+    intermediate_indices: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
+    update_state: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """gated_delta_net for a token of each sequence, on windows and states in pools, which it writes in place.
+    """gated_delta_net for one or a few tokens of each sequence, on windows and states in pools, written in place.
 
         y = decode_gated_delta_net(
             mixed, z, a, b, conv1d.weight, conv1d.bias, norm.weight, A_log, dt_bias, windows, states, state_indices
@@ -222,9 +230,12 @@ def decode_gated_delta_net(
         y = gated_rms_norm(o, z, norm_weight)
 
     with the l2norm and the activations inside, and x and o rounded as theirs. A sequence's bits do not depend on the
-    batch. On a GPU the call is one kernel if T is 1, W is 4, K is at most 128, V is a multiple of 8, a key head has at
-    most 2048 value channels, conv_weight, conv_bias and window_pool have the dtype of mixed, and the strides are those
-    that are named below. Otherwise the functions' kernels run.
+    batch.
+
+    On a GPU the call is one kernel, for one token (T = 1) or up to 8, if W is 4, K is at most 128, V is a multiple of
+    8, a key head has at most 2048 value channels (with several tokens 512), conv_weight, conv_bias and window_pool have
+    the dtype of mixed, and the strides are those that are named below. Otherwise the functions' kernels run; calls that
+    these functions do not take, those with an argument from cu_seqlens to parents or without conv_weight, raise there.
 
     A projection may have q, k, v and z by key heads, as that of Qwen3-Next. Pass its parts, without a copy:
 
@@ -244,15 +255,28 @@ def decode_gated_delta_net(
         a, b: the gate and beta before their activations, as those of gated_delta_net, [B, T, H_v] or [B, T, H_k,
             H_v / H_k]. One kernel needs a last stride of 1.
         conv_weight, conv_bias: [D, W] or [D, 1, W], and [D] or None, D = 2 H_k K + H_v V, as those of causal_conv1d:
-            the channels of q, of k and of v, also if mixed is by key heads.
+            the channels of q, of k and of v, also if mixed is by key heads. conv_weight None: mixed is the result of
+            the convolution, and there are no windows.
         norm_weight: [V], any floating dtype.
         A_log, dt_bias: [H_v], any floating dtype.
         window_pool: [slots, D, W - 1] or [slots, D, W], any strides, as state_pool of prefill_causal_conv1d. Written.
+            None without conv_weight.
         state_pool: [slots, H_v, V, K], as that of decode_gated_delta_rule. Written.
-        state_indices: slot of each sequence's window and state, [B], int32 or int64.
+        state_indices: slot of each sequence's window and state, [B], int32 or int64. Or [N, S] as that of
+            decode_gated_delta_rule; the window is in the slot of column 0.
         null_index: an index of at most this is no slot: y of the sequence is 0, and nothing is written.
         scale, allow_neg_eigval: as those of gated_delta_net.
         norm_eps, norm_activation: eps and activation of gated_rms_norm.
+        cu_seqlens, write_indices, intermediate_states, intermediate_indices, parents: as those of
+            decode_gated_delta_rule. On a GPU a sequence has at most 8 tokens; y of more is 0, and they change nothing.
+        num_accepted_tokens: as that of decode_gated_delta_rule. window_pool then has W - 2 + S columns or more: a
+            sequence starts from the W - 1 columns that begin with column num_accepted_tokens[n] - 1, and its tokens'
+            rows are written behind the last W - 2 of these, from column 0 on. So the columns that begin with a - 1 are
+            the window after a accepted tokens; a prefill writes the first W - 1. Not with parents.
+        intermediate_windows: memory for the window after each token, [rows, steps, D, W - 1], in the dtype of
+            window_pool, any strides; rows and steps as those of intermediate_states. Written.
+        update_state: write the window and, without write_indices, the state after the last token to the sequence's
+            slot.
         out: memory for y, [B, T, H_v, V], in the dtype of mixed, any strides.
 
     Returns:
@@ -270,7 +294,8 @@ def decode_gated_delta_net(
     try:
         y = torch.ops.flash_qla.decode_gated_delta_net(
             mixed, z, a, b, conv_weight, conv_bias, norm_weight, A_log, dt_bias, window_pool, state_pool, state_indices,
-            scale, null_index, allow_neg_eigval, norm_eps, norm_activation, out,
+            scale, null_index, allow_neg_eigval, norm_eps, norm_activation, cu_seqlens, num_accepted_tokens,
+            write_indices, intermediate_states, intermediate_windows, intermediate_indices, parents, update_state, out,
         )  # fmt: skip
     except Exception:
         explain(decode_gated_delta_net, locals())

@@ -106,8 +106,8 @@ def copied(arguments: dict) -> dict:
     """The same with pools of their own, in the same layout."""
     pools = {}
     for name in ("window_pool", "state_pool"):
-        x = arguments[name]
-        pools[name] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+        if (x := arguments[name]) is not None:
+            pools[name] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
     return arguments | pools
 
 

@@ -75,7 +75,9 @@ def make(case: Case, device: str, seed: int = 0) -> tuple[dict, tuple]:
 def formula(mixed, z, a, b, conv_weight, conv_bias, norm_weight, A_log, dt_bias, num_k_heads, head_k_dim, **more):
     """The region token by token; it can be differentiated."""
     cu_seqlens, state, window = (more.get(x) for x in ("cu_seqlens", "initial_state", "initial_window"))
-    x, windows = reference.causal_conv1d(mixed, conv_weight, conv_bias, True, window, cu_seqlens)
+    x, windows = mixed, None
+    if conv_weight is not None:
+        x, windows = reference.causal_conv1d(mixed, conv_weight, conv_bias, True, window, cu_seqlens)
     H_k, K, (B, T, H_v, V) = num_k_heads, head_k_dim, z.shape
     q, k, v = x.split([H_k * K, H_k * K, H_v * V], -1)
     q, k = (reference.l2norm(y.unflatten(-1, (H_k, K)).repeat_interleave(H_v // H_k, 2)) for y in (q, k))

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/decode_plan.h"
 #include "cpu/forward.h"
 #include "cpu/pool.h"
 #include "cpu/sequences.h"
@@ -19,14 +20,7 @@ namespace {
 
 using cpu::entry;
 
-// The work on a sequence, with checked indices. kNoState: no slot, so nothing is read or written.
-struct Plan {
-  int64_t begin, end;            // rows of q, k, v
-  int64_t slot;                  // slot of the first state
-  std::vector<int64_t> parents;  // parent of each token; -1: the first state
-  std::vector<int64_t> slots;    // slot of the state after each token
-  int64_t row;                   // row of intermediate_states
-};
+using Plan = cpu::DecodePlan;
 
 class Planner {
  public:
@@ -273,22 +267,24 @@ void make_inputs_contiguous(DecodeCall& call) {
 
 }  // namespace
 
-void check_decode_tables(const DecodeCall& call) {
-  DecodeCall on_cpu = call;
-  const auto fetch = [](Tensor& tensor) { tensor = to_cpu(tensor); };
-  for (std::optional<Tensor>* table : {&on_cpu.state_indices, &on_cpu.cu_seqlens, &on_cpu.num_accepted_tokens,
-                                       &on_cpu.write_indices, &on_cpu.intermediate_indices, &on_cpu.parents}) {
+std::vector<Plan> cpu::plan_decoding(const DecodeCall& call) { return Planner(call).plans(); }
+
+DecodeCall cpu::with_tables_on_cpu(DecodeCall call) {
+  for (std::optional<Tensor>* table : {&call.state_indices, &call.cu_seqlens, &call.num_accepted_tokens,
+                                       &call.write_indices, &call.intermediate_indices, &call.parents}) {
     if (*table) {
-      fetch(**table);
+      **table = to_cpu(**table);
     }
   }
-  Planner(on_cpu).plans();
+  return call;
 }
+
+void check_decode_tables(const DecodeCall& call) { cpu::plan_decoding(cpu::with_tables_on_cpu(call)); }
 
 Tensor decode_cpu(DecodeCall call) {
   say_once_that_this_is_slow(call.op);
   make_inputs_contiguous(call);
-  const std::vector<Plan> plans = Planner(call).plans();
+  const std::vector<Plan> plans = cpu::plan_decoding(call);
   Tensor o = allocate_output(call, call.out, call.q);
   zero(o);
   with_types(call.dtype, [&]<typename T, typename CT>() {
@@ -311,13 +307,13 @@ void check_decode_tables(const BufferedDecodeCall& call) {
     on_cpu.state_indices = to_cpu(*call.state_indices);
   }
   on_cpu.write_pos = to_cpu(call.write_pos);
-  backlog_steps(on_cpu, Planner(on_cpu).plans());
+  backlog_steps(on_cpu, cpu::plan_decoding(on_cpu));
 }
 
 Tensor decode_buffered_cpu(BufferedDecodeCall call) {
   say_once_that_this_is_slow(call.op);
   make_inputs_contiguous(call);
-  const std::vector<Plan> plans = Planner(call).plans();
+  const std::vector<Plan> plans = cpu::plan_decoding(call);
   const std::vector<int64_t> steps = backlog_steps(call, plans);
   const cpu::Indices forced(call.force_flush);
   Tensor o = allocate_output(call, call.out, call.q);

@@ -8,7 +8,7 @@
 #include "chunks.h"
 #include "contents.h"
 #include "gpu/arguments.h"
-#include "gpu/decode.h"
+#include "gpu/decode_launch.h"
 #include "gpu/head_dims.h"
 #include "gpu/runtime/device.h"
 #include "gpu/runtime/stream.h"
@@ -53,6 +53,28 @@ void check_decode_on_gpu(const DecodeCall& call) {
 
 namespace {
 
+// Copies the table if its rows are not contiguous.
+kernels::IndexTable readable_table(const char* op, std::optional<Tensor>& table) {
+  if (table) {
+    make_contiguous(op, *table, table->scalar_type());
+  }
+  return index_table(table);
+}
+
+}  // namespace
+
+kernels::DecodeTables tables_of(DecodeCall& call) {
+  return {.offsets = readable_table(call.op, call.cu_seqlens),
+          .state_indices = readable_table(call.op, call.state_indices),
+          .accepted = readable_table(call.op, call.num_accepted_tokens),
+          .write_indices = readable_table(call.op, call.write_indices),
+          .state_rows = readable_table(call.op, call.intermediate_indices),
+          .parents = readable_table(call.op, call.parents),
+          .null_index = call.null_index};
+}
+
+namespace {
+
 void check_supported(const DecodeCall& call) {
   check_decode_on_gpu(call);
   if (contents_are_checked()) {
@@ -69,14 +91,6 @@ void check_supported(const BufferedDecodeCall& call) {
   if (contents_are_checked()) {
     check_decode_tables(call);
   }
-}
-
-// Copies the table if its rows are not contiguous.
-kernels::IndexTable readable_table(const char* op, std::optional<Tensor>& table) {
-  if (table) {
-    make_contiguous(op, *table, table->scalar_type());
-  }
-  return index_table(table);
 }
 
 using kernels::Path;  // DecodePath in kernels_tl/decode/decode.cuh
@@ -236,13 +250,7 @@ void launch(DecodeCall& call, const Tensor& o) {
                    .state_pool = call.state_pool.mutable_data_ptr(),
                    .kept_states = kept ? kept->mutable_data_ptr() : nullptr,
                    .o = o.mutable_data_ptr(),
-                   .indices = {.offsets = readable_table(call.op, call.cu_seqlens),
-                               .state_indices = readable_table(call.op, call.state_indices),
-                               .accepted = readable_table(call.op, call.num_accepted_tokens),
-                               .write_indices = readable_table(call.op, call.write_indices),
-                               .state_rows = readable_table(call.op, call.intermediate_indices),
-                               .parents = readable_table(call.op, call.parents),
-                               .null_index = call.null_index},
+                   .indices = tables_of(call),
                    .length = call.T,
                    .update_state = call.writes_back(),
                    .N = call.N,

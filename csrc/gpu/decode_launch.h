@@ -4,6 +4,8 @@
 #include <cstdint>
 
 #include "chunks.h"
+#include "decode.h"
+#include "kernels.h"
 
 namespace flash_qla {
 
@@ -15,5 +17,8 @@ constexpr int64_t kMostSequences = 65535;  // a dimension of the grid
 inline int64_t first_places(int64_t places, int64_t ctas, int64_t waves, int64_t at_a_time) {
   return places * ctas <= waves * at_a_time ? ceil_div(at_a_time, ctas) : 0;
 }
+
+// The call's tables. Those whose rows are not contiguous are replaced by copies.
+kernels::DecodeTables tables_of(DecodeCall& call);
 
 }  // namespace flash_qla

@@ -1,15 +1,18 @@
-// decode_gated_delta_net on a GPU: one kernel for a token of each sequence, or the parts one after the other.
+// decode_gated_delta_net on a GPU: one kernel, for one token of each sequence or for up to kDecodeTokens; or the parts
+// one after the other.
 #include "decode_region.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <optional>
+#include <utility>
 
 #include "checks.h"
 #include "chunks.h"
 #include "contents.h"
 #include "gpu/arguments.h"
-#include "gpu/decode.h"
+#include "gpu/decode_launch.h"
 #include "gpu/head_dims.h"
 #include "gpu/override.h"
 #include "gpu/runtime/device.h"
@@ -27,7 +30,9 @@ constexpr int64_t kTurnRows = kDecodeWarps * kDecodeWarpRows;  // value rows of 
 
 int64_t values_of(const DecodeCall& rule) { return rule.group() * rule.V; }  // of a key head
 
-kernels::DecodeRegionParams instance_of(const DecodeCall& rule) {
+// Instance: DecodeRegionParams or DecodeRegionDraftsParams.
+template <typename Instance>
+Instance instance_of(const DecodeCall& rule) {
   return {.dtype = instance_dtype(rule.dtype),
           .K = instance_K(rule.K),
           .state_dtype = instance_dtype(rule.state_pool.scalar_type())};
@@ -49,11 +54,16 @@ Cluster cluster_of(const DecodeCall& rule, int64_t at_a_time) {
   return {.ctas = ctas, .rows = ceil_div(turns, ctas) * kTurnRows};
 }
 
+// mixed, z, a and b, in either form.
+struct TokenTensors {
+  Tensor mixed, z, a, b;
+};
+
 // The rows of key heads of a tensor [B, T, ..], from channel `offset` on. Without a dimension of key heads these are
 // `head` elements apart.
 kernels::RegionRows rows_of(const Tensor& x, bool by_key_heads, int64_t head, int64_t offset = 0) {
   return {.data = static_cast<const char*>(x.const_data_ptr()) + offset * static_cast<int64_t>(x.element_size()),
-          .token = x.stride(0),
+          .token = x.size(1) == 1 ? x.stride(0) : x.stride(1),
           .head = by_key_heads ? x.stride(2) : head};
 }
 
@@ -76,108 +86,252 @@ int64_t norm_lanes(int64_t V) {
       std::bit_ceil(static_cast<uint64_t>(ceil_div(V, V <= kChannels * kLanes ? kChannels : 2 * kChannels))));
 }
 
-bool fits_one_kernel(const DecodeRegion& region) {
-  const DecodeCall& rule = region.rule();
-  const RegionArguments& r = region.arguments();
-  const Gpu& gpu = gpu_of(r.mixed);
-  const bool runs = !current_overrides().portable &&
-                    std::ranges::any_of(kernels::kDecodeRegionArchitectures,
-                                        [&](const char* name) { return runs_on(name, gpu.major, gpu.minor); });
-  if (!runs || rule.T != 1 || has_wide_keys(rule.K) || !kernels::is_compiled(instance_of(rule))) {
-    return false;
-  }
-  const Cluster smallest = cluster_of(rule, 0);
-  const Convolution& c = region.convolution();
-  const Tensor& windows = *c.initial_state;
-  const bool fits_filter = c.W == kConvTaps && has_dtype(c.weight, c.dtype) && is_aligned(c.weight) &&
-                           (!c.bias || has_dtype(*c.bias, c.dtype));
-  const bool fits_windows =
-      has_dtype(windows, c.dtype) && c.D * windows.stride(1) + c.columns * windows.stride(2) <= INT32_MAX;
-  return fits_filter && fits_windows && rule.V % kDecodeWarpRows == 0 && values_of(rule) <= kRegionValues &&
-         smallest.rows <= kRegionRows && is_contiguous_from(r.mixed, r.mixed.dim() - 1) &&
-         is_contiguous_from(r.z, r.z.dim() == 5 ? 3 : 2) && is_contiguous_from(r.a, r.a.dim() - 1) &&
-         is_contiguous_from(r.b, r.b.dim() - 1);
+// Whether the rows of key heads begin at multiples of 16 bytes.
+bool has_aligned_rows(const Tensor& x, bool by_key_heads) {
+  constexpr int64_t kElements = 8;
+  const auto fits = [&](int64_t dim) { return x.size(dim) <= 1 || x.stride(dim) % kElements == 0; };
+  return is_aligned(x) && fits(0) && fits(1) && (!by_key_heads || fits(2));
 }
 
-void launch(const DecodeRegion& region, const Tensor& y) {
+// Calls use(tensor, whether a kernel can read its rows) for each tensor. in_pieces: rows are read in 16 bytes, of
+// several tokens.
+template <typename Use>
+void for_tensors(TokenTensors& t, bool in_pieces, const Use& use) {
+  for (const auto& [x, rank] : {std::pair{&t.mixed, 3}, {&t.z, 4}, {&t.a, 3}, {&t.b, 3}}) {
+    const bool by_key_heads = x->dim() > rank, has_pieces = in_pieces && (x == &t.mixed || x == &t.z);
+    use(*x, is_contiguous_from(*x, by_key_heads ? 3 : 2) && tokens_are_even(*x) &&
+                (!has_pieces || has_aligned_rows(*x, by_key_heads)));
+  }
+}
+bool are_readable(TokenTensors& t, bool in_pieces) {
+  bool all = true;
+  for_tensors(t, in_pieces, [&](const Tensor&, bool is_readable) { all = all && is_readable; });
+  return all;
+}
+
+bool runs_here(const DecodeRegion& region, const auto& architectures) {
+  const Gpu& gpu = gpu_of(region.arguments().mixed);
+  return !current_overrides().portable &&
+         std::ranges::any_of(architectures, [&](const char* name) { return runs_on(name, gpu.major, gpu.minor); });
+}
+
+// Whether a kernel takes the call's sizes, dtypes and windows.
+template <typename Instance>
+bool fits(const DecodeRegion& region) {
   const DecodeCall& rule = region.rule();
-  const RegionArguments& r = region.arguments();
-  Convolution convolution = region.convolution();
-  make_canonical(convolution);
-  Tensor norm_weight = r.norm_weight;
-  make_contiguous(rule.op, norm_weight, norm_weight.scalar_type());
-  std::optional<Tensor> A_log = rule.A_log, dt_bias = rule.dt_bias;
-  for (std::optional<Tensor>* tensor : {&A_log, &dt_bias}) {
-    if (*tensor) {
-      make_contiguous(rule.op, **tensor, (*tensor)->scalar_type());
+  const auto instance = instance_of<Instance>(rule);
+  if (has_wide_keys(rule.K) || !kernels::is_compiled(instance) || rule.K % kDecodeWarpRows != 0 ||
+      rule.V % kDecodeWarpRows != 0 || values_of(rule) > kernels::facts_of(instance).values) {
+    return false;
+  }
+  if (!region.has_convolution()) {
+    return true;
+  }
+  const Convolution& c = region.convolution();
+  const auto has_small_strides = [&](const Tensor& windows) {
+    const int64_t dim = windows.dim();
+    return c.D * windows.stride(dim - 2) + windows.size(dim - 1) * windows.stride(dim - 1) <= INT32_MAX;
+  };
+  const Tensor& windows = *region.windows().window_pool;
+  const auto& kept = region.windows().intermediate_windows;
+  return c.W == kConvTaps && has_dtype(c.weight, c.dtype) && is_aligned(c.weight) &&
+         (!c.bias || has_dtype(*c.bias, c.dtype)) && has_dtype(windows, c.dtype) && has_small_strides(windows) &&
+         (!kept || has_small_strides(*kept));
+}
+
+// The parameters that a kernel reads as contiguous.
+struct Parameters {
+  std::optional<Tensor> conv_weight, conv_bias, A_log, dt_bias;
+  Tensor norm_weight = undefined_tensor();
+
+  explicit Parameters(const DecodeRegion& region)
+      : A_log(region.rule().A_log), dt_bias(region.rule().dt_bias), norm_weight(region.arguments().norm_weight) {
+    const char* const op = region.rule().op;
+    if (region.has_convolution()) {
+      Convolution convolution = region.convolution();
+      make_canonical(convolution);
+      conv_weight = convolution.weight;
+      conv_bias = convolution.bias;
+    }
+    make_contiguous(op, norm_weight, norm_weight.scalar_type());
+    for (std::optional<Tensor>* tensor : {&A_log, &dt_bias}) {
+      if (*tensor) {
+        make_contiguous(op, **tensor, (*tensor)->scalar_type());
+      }
     }
   }
+};
 
-  const kernels::DecodeRegionParams instance = instance_of(rule);
-  const int64_t at_a_time = gpu_of(r.mixed).card.sm_count * kernels::facts_of(instance).ctas;
+kernels::RegionInputs inputs_of(const DecodeRegion& region, const TokenTensors& t, const Parameters& p) {
+  const DecodeCall& rule = region.rule();
+  const RegionArguments& r = region.arguments();
+  const bool by_heads = t.mixed.dim() == 4;
+  const int64_t K = rule.K, values = values_of(rule), keys = by_heads ? K : rule.H_k * K;
+  return {.q = rows_of(t.mixed, by_heads, K),
+          .k = rows_of(t.mixed, by_heads, K, keys),
+          .v = rows_of(t.mixed, by_heads, values, 2 * keys),
+          .z = rows_of(t.z, t.z.dim() == 5, values),
+          .a = rows_of(t.a, t.a.dim() == 4, rule.group()),
+          .b = rows_of(t.b, t.b.dim() == 4, rule.group()),
+          .A_log = data(p.A_log),
+          .dt_bias = data(p.dt_bias),
+          .activations = gate_activation(t.a, *p.A_log, p.dt_bias) | beta_activation(t.b, rule.allow_neg_eigval),
+          .scale = static_cast<float>(*rule.scale),
+          .conv_weight = data(p.conv_weight),
+          .conv_bias = data(p.conv_bias),
+          .norm_weight = p.norm_weight.const_data_ptr(),
+          .norm_weight_dtype = dtype_code(p.norm_weight),
+          .norm_lanes = norm_lanes(rule.V),
+          .eps = static_cast<float>(r.norm_eps),
+          .is_sigmoid = (r.norm_activation == "sigmoid")};
+}
+
+kernels::RegionWindows windows_of(const std::optional<Tensor>& pool) {
+  if (!pool) {
+    return {};
+  }
+  return {.numbers = pool->mutable_data_ptr(),
+          .slot = pool->stride(0),
+          .channel = pool->stride(1),
+          .column = pool->stride(2),
+          .columns = pool->size(2)};
+}
+
+kernels::KeptWindows kept_windows_of(const std::optional<Tensor>& kept) {
+  if (!kept) {
+    return {};
+  }
+  return {.kept_windows = kept->mutable_data_ptr(),
+          .window_row = kept->stride(0),
+          .window_step = kept->stride(1),
+          .window_channel = kept->stride(2),
+          .window_column = kept->stride(3),
+          .window_rows = kept->size(0),
+          .window_steps = kept->size(1)};
+}
+
+// CTAs that the SMs hold at a time, and the first sequences, which prefetch.
+int64_t ctas_at_a_time(const DecodeRegion& region, int64_t ctas) {
+  return gpu_of(region.arguments().mixed).card.sm_count * ctas;
+}
+int64_t early_sequences(const DecodeCall& rule, const Cluster& cluster, int64_t at_a_time) {
+  const int64_t waves = has_dtype(rule.state_pool, ScalarType::Float) ? 1 : 2;
+  return first_places(rule.N, rule.H_k * cluster.ctas, waves, at_a_time);
+}
+
+void launch_one_token(const DecodeRegion& region, const TokenTensors& tokens, const Tensor& y) {
+  const DecodeCall& rule = region.rule();
+  const Parameters parameters(region);
+  const auto instance = instance_of<kernels::DecodeRegionParams>(rule);
+  const int64_t at_a_time = ctas_at_a_time(region, kernels::facts_of(instance).ctas);
   const Cluster cluster = cluster_of(rule, at_a_time);
-  const bool mixed_by_heads = r.mixed.dim() == 4;
-  const int64_t K = rule.K, values = values_of(rule), keys = mixed_by_heads ? K : rule.H_k * K;
-  const Tensor& windows = *convolution.initial_state;
-  const int64_t waves = instance.state_dtype == kernels::Dtype::kFloat32 ? 1 : 2;
-  kernels::decode_region(
-      {.inputs = {.q = rows_of(r.mixed, mixed_by_heads, K),
-                  .k = rows_of(r.mixed, mixed_by_heads, K, keys),
-                  .v = rows_of(r.mixed, mixed_by_heads, values, 2 * keys),
-                  .z = rows_of(r.z, r.z.dim() == 5, values),
-                  .a = rows_of(r.a, r.a.dim() == 4, rule.group()),
-                  .b = rows_of(r.b, r.b.dim() == 4, rule.group()),
-                  .A_log = data(A_log),
-                  .dt_bias = data(dt_bias),
-                  .activations = gate_activation(r.a, *A_log, dt_bias) | beta_activation(r.b, rule.allow_neg_eigval),
-                  .scale = static_cast<float>(*rule.scale),
-                  .conv_weight = convolution.weight.const_data_ptr(),
-                  .conv_bias = data(convolution.bias),
-                  .norm_weight = norm_weight.const_data_ptr(),
-                  .norm_weight_dtype = dtype_code(norm_weight),
-                  .norm_lanes = norm_lanes(rule.V),
-                  .eps = static_cast<float>(r.norm_eps),
-                  .is_sigmoid = (r.norm_activation == "sigmoid")},
-       .windows = {.numbers = windows.mutable_data_ptr(),
-                   .slot = windows.stride(0),
-                   .channel = windows.stride(1),
-                   .column = windows.stride(2),
-                   .columns = convolution.columns},
-       .slots = {.state_indices = index_table(convolution.pool->state_indices),
-                 .null_index = rule.null_index,
-                 .slots = rule.slots()},
-       .state_pool = rule.state_pool.mutable_data_ptr(),
-       .slot_stride = rule.state_pool.stride(0),
-       .state_dtype_code = dtype_code(rule.state_pool),
-       .y = y.mutable_data_ptr(),
-       .N = rule.N,
-       .H_k = rule.H_k,
-       .group = rule.group(),
-       .key_dim = K,
-       .value_dim = rule.V,
-       .inverse_value_dim = 1.f / static_cast<float>(rule.V),
-       .ctas = cluster.ctas,
-       .rows = cluster.rows,
-       .inverse_rows = 1.f / static_cast<float>(cluster.rows),
-       .early = first_places(rule.N, rule.H_k * cluster.ctas, waves, at_a_time)},
-      instance, current_stream(r.mixed));
+  kernels::decode_region({.inputs = inputs_of(region, tokens, parameters),
+                          .windows = windows_of(region.windows().window_pool),
+                          .slots = {.state_indices = index_table(region.convolution().pool->state_indices),
+                                    .null_index = rule.null_index,
+                                    .slots = rule.slots()},
+                          .state_pool = rule.state_pool.mutable_data_ptr(),
+                          .slot_stride = rule.state_pool.stride(0),
+                          .state_dtype_code = dtype_code(rule.state_pool),
+                          .y = y.mutable_data_ptr(),
+                          .N = rule.N,
+                          .H_k = rule.H_k,
+                          .group = rule.group(),
+                          .key_dim = rule.K,
+                          .value_dim = rule.V,
+                          .inverse_value_dim = 1.f / static_cast<float>(rule.V),
+                          .ctas = cluster.ctas,
+                          .rows = cluster.rows,
+                          .inverse_rows = 1.f / static_cast<float>(cluster.rows),
+                          .early = early_sequences(rule, cluster, at_a_time)},
+                         instance, current_stream(y));
+}
+
+void launch_drafts(const DecodeRegion& region, const TokenTensors& tokens, const Tensor& y) {
+  DecodeCall rule = region.rule();
+  const Parameters parameters(region);
+  const auto instance = instance_of<kernels::DecodeRegionDraftsParams>(rule);
+  const int64_t at_a_time = ctas_at_a_time(region, kernels::facts_of(instance).ctas);
+  const Cluster cluster = cluster_of(rule, at_a_time);
+  const Tensor* const kept = or_null(rule.intermediate_states);
+  kernels::decode_region_drafts({.inputs = inputs_of(region, tokens, parameters),
+                                 .windows = windows_of(region.windows().window_pool),
+                                 .kept = kept_windows_of(region.windows().intermediate_windows),
+                                 .indices = tables_of(rule),
+                                 .slots = rule.slots(),
+                                 .state_pool = rule.state_pool.mutable_data_ptr(),
+                                 .kept_states = kept ? kept->mutable_data_ptr() : nullptr,
+                                 .slot_stride = rule.state_pool.stride(0),
+                                 .row_stride = kept ? kept->stride(0) : 0,
+                                 .step_stride = kept ? kept->stride(1) : 0,
+                                 .state_rows = kept ? kept->size(0) : 0,
+                                 .state_steps = kept ? kept->size(1) : 0,
+                                 .state_dtype_code = dtype_code(rule.state_pool),
+                                 .y = y.mutable_data_ptr(),
+                                 .tokens = rule.tokens(),
+                                 .length = rule.T,
+                                 .update_state = rule.update_state,
+                                 .N = rule.N,
+                                 .H_k = rule.H_k,
+                                 .group = rule.group(),
+                                 .key_dim = rule.K,
+                                 .value_dim = rule.V,
+                                 .inverse_value_dim = 1.f / static_cast<float>(rule.V),
+                                 .ctas = cluster.ctas,
+                                 .rows = cluster.rows,
+                                 .inverse_rows = 1.f / static_cast<float>(cluster.rows),
+                                 .early = early_sequences(rule, cluster, at_a_time)},
+                                instance, current_stream(y));
+}
+
+[[noreturn]] void fail_for_drafts(const DecodeRegion& region) {
+  fail(
+      region.rule().op,
+      "the call is no plain one, expected on a GPU: K of at most 128, H_v / H_k V of at most 512, K and V multiples of "
+      "8, at most 8 tokens of a sequence; conv_weight [D, 4], and conv_bias, window_pool and conv_weight in the dtype "
+      "of "
+      "mixed, with conv_weight at a multiple of 16 bytes");
 }
 
 }  // namespace
 
 Tensor decode_region_cuda(const DecodeRegion& region) {
   const DecodeCall& rule = region.rule();
+  const RegionArguments& r = region.arguments();
   check_decode_on_gpu(rule);
-  if (contents_are_checked()) {
-    check_decode_tables(rule);
+  TokenTensors tokens = {r.mixed, r.z, r.a, r.b};
+  const bool is_plain = region.is_plain();
+  const bool one_token = is_plain && rule.T == 1 && runs_here(region, kernels::kDecodeRegionArchitectures) &&
+                         fits<kernels::DecodeRegionParams>(region) && are_readable(tokens, /*in_pieces=*/false);
+  const bool is_short = rule.T <= kDecodeTokens || rule.cu_seqlens;
+  const bool drafts = is_short && fits<kernels::DecodeRegionDraftsParams>(region) &&
+                      (!is_plain || (rule.T > 1 && are_readable(tokens, /*in_pieces=*/true) &&
+                                     runs_here(region, kernels::kDecodeRegionDraftsArchitectures)));
+  if (!is_plain) {
+    check_gpu(rule.op, r.mixed, kernels::kDecodeRegionDraftsArchitectures);
+    if (!drafts) {
+      fail_for_drafts(region);
+    }
   }
-  if (!fits_one_kernel(region)) {
+  if (contents_are_checked()) {
+    drafts ? check_windows_of_drafts(region) : check_decode_tables(rule);
+  }
+  if (!one_token && !drafts) {
     return region.run_parts<convolve_cuda, decode_cuda, gated_rms_norm_cuda>();
   }
-  const DeviceGuard guard = make_current(region.arguments().mixed);
-  Tensor y = allocate_output(rule, rule.out, region.arguments().mixed);
-  if (rule.N > 0) {
-    launch(region, y);
+  const DeviceGuard guard = make_current(r.mixed);
+  Tensor y = allocate_output(rule, rule.out, r.mixed);
+  if (rule.N == 0) {
+    zero(y);
+  } else if (drafts && rule.tokens() > 0) {
+    for_tensors(tokens, /*in_pieces=*/true, [&](Tensor& x, bool is_readable) {
+      if (!is_readable) {
+        make_aligned(rule.op, x, x.scalar_type());
+      }
+    });
+    launch_drafts(region, tokens, y);
+  } else if (rule.tokens() > 0) {
+    launch_one_token(region, tokens, y);
   }
   return output_as_returned(rule, rule.out, std::move(y));
 }

@@ -117,7 +117,7 @@ auto with_warp(T mine, F f) {
 }
 
 // Shared memory: addresses are offsets from the dynamic part. Static variables are near enough for 32 bits.
-constexpr int kSharedBytes = 256 << 10;  // of a cluster
+constexpr int kSharedBytes = 512 << 10;  // of a cluster
 extern char dynamic_shared[];
 inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const char*>(pointer) - dynamic_shared);

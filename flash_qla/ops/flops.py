@@ -106,7 +106,8 @@ def _of_packed_decoding(*args, out_shape=None, **kwargs):
 def _of_decoding_region(*args, out_shape=None, **kwargs):
     call = schemas.call_of(schemas.region_decode)(*args, **kwargs)
     V, K = call.state_pool[2:]
-    return math.prod(call.z) // V * decode_flop(K, V) + math.prod(call.mixed) * call.conv_weight[-1] * 2
+    taps = 0 if call.conv_weight is None else call.conv_weight[-1]
+    return math.prod(call.z) // V * decode_flop(K, V) + math.prod(call.mixed) * taps * 2
 
 
 def _nothing(*args, out_shape=None, **kwargs):

@@ -88,6 +88,55 @@ def _fake_region_backward(call):
     return (dmixed, dz, da, db, dconv_weight, dconv_bias, dnorm_weight, dA_log, ddt_bias, dh0, dwindow0)
 
 
+def _check_windows_of_decoding(call, D):
+    """As DecodeRegion::make_convolution of csrc/decode_region.cpp."""
+    weight, pool, kept = call.conv_weight, call.window_pool, call.intermediate_windows
+    if weight is None:
+        for name in ("conv_bias", "window_pool", "intermediate_windows"):
+            _check(
+                call,
+                getattr(call, name) is None,
+                lambda name=name: f"{name} is a tensor, expected None without conv_weight",
+            )
+        return
+    _check(call, pool is not None, lambda: "window_pool is None, expected a tensor with conv_weight")
+    _check_rank(call, "window_pool", 3, "[slots, D, columns]")
+    indices, B, T = call.state_indices, *call.mixed.shape[:2]
+    if call.num_accepted_tokens is not None:
+        _check(
+            call,
+            call.parents is None,
+            lambda: "parents is a tensor, expected None with num_accepted_tokens: accepted drafts are a chain",
+        )
+        W = weight.shape[-1] if weight.dim() > 1 else 0
+        least = W - 2 + (indices.shape[1] if indices.dim() == 2 else 1)
+        _check(
+            call,
+            pool.shape[2] >= least,
+            lambda: (
+                f"window_pool has {pool.shape[2]} columns, expected at least {least} with num_accepted_tokens: W - 1, "
+                "and one for each column of state_indices but the first"
+            ),
+        )
+        pool = pool[..., : max(W - 1, 0)]
+    windows = {"x": call.mixed.new_empty(B, T, D), "weight": weight, "bias": call.conv_bias, "state_pool": pool}
+    windows |= {"use_silu": True, "state_indices": indices[:, 0] if indices.dim() == 2 else indices}
+    _fake_convolution_prefill(_part_of_region(schemas.convolution_prefill, call, **windows))
+    slots = call.state_pool.shape[0]
+    _check(
+        call,
+        pool.shape[0] == slots,
+        lambda: f"window_pool has {pool.shape[0]} slots, expected {slots}, those of state_pool",
+    )
+    if kept is not None:
+        symbols = "[rows, steps, D, W - 1]"
+        _check_device(call, "intermediate_windows", "mixed")
+        dtype = str(pool.dtype).removeprefix("torch.")
+        _check_dtype(call, "intermediate_windows", (pool.dtype,), f"{dtype}, the dtype of window_pool")
+        _check_rank(call, "intermediate_windows", 4, symbols)
+        _check_shape(call, "intermediate_windows", (*kept.shape[:2], D, weight.shape[-1] - 1), symbols)
+
+
 @_fake_of(schemas.region_decode)
 def _fake_region_decode(call):
     """Checks stand-ins of the parts' tensors, as DecodeRegion of csrc/decode_region.cpp does."""
@@ -118,14 +167,7 @@ def _fake_region_decode(call):
         _check_shape(call, name, (B, T, *heads, *values), f"[{', '.join(symbols)}]")
         _check_floating(call, name)
     _check_dtype(call, "z", (mixed.dtype,), f"{str(mixed.dtype).removeprefix('torch.')}, the dtype of mixed")
-    windows = {"x": mixed.new_empty(B, T, D), "weight": call.conv_weight, "bias": call.conv_bias}
-    windows |= {"state_pool": call.window_pool, "use_silu": True}
-    _fake_convolution_prefill(_part_of_region(schemas.convolution_prefill, call, **windows))
-    _check(
-        call,
-        call.window_pool.shape[0] == pool.shape[0],
-        lambda: f"window_pool has {call.window_pool.shape[0]} slots, expected {pool.shape[0]}, those of state_pool",
-    )
+    _check_windows_of_decoding(call, D)
     q, v, gates = mixed.new_empty(B, T, H_k, K), mixed.new_empty(B, T, H_v, V), mixed.new_empty(B, T, H_v)
     y = _fake_decode(_part_of_region(schemas.decode, call, q=q, k=q, v=v, a=gates, b=gates))
     norm = {"weight": call.norm_weight, "eps": call.norm_eps, "activation": call.norm_activation}

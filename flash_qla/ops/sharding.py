@@ -49,7 +49,7 @@ _DIMENSIONS = {
     **dict.fromkeys(("dconv_weight", "dconv_bias", "dnorm_weight"), _OF_HEADS),
     **dict.fromkeys(("state_pool", "checkpoints", "d_cache", "k_cache", "g_cache"), (None, 1)),
     **dict.fromkeys(("window_pool", "window_checkpoints"), (None, 1)),
-    "intermediate_states": (None, 2),
+    **dict.fromkeys(("intermediate_states", "intermediate_windows"), (None, 2)),
     **dict.fromkeys(("cu_seqlens", "state_indices", "has_initial_state", "checkpoint_indices"), _TABLE),
     **dict.fromkeys(("write_pos", "force_flush"), _TABLE),
     **dict.fromkeys(

@@ -46,7 +46,32 @@ struct RegionWindows {
 constexpr int kConvTaps = 4;
 struct RegionFilter {
   const void *weight, *bias;
+
+  __device__ __forceinline__ uint2 taps_of(int channel) const { return static_cast<const uint2*>(weight)[channel]; }
+  __device__ __forceinline__ uint16_t bias_of(int channel) const {
+    return bias == nullptr ? 0 : static_cast<const uint16_t*>(bias)[channel];
+  }
 };
+
+// silu of a channel's convolution, from its rows, the token's last, its taps and its bias, all as in memory.
+template <typename Element>
+__device__ __forceinline__ Element convolve_channel(const uint16_t (&rows)[kConvTaps], uint2 taps, uint16_t bias) {
+  const auto number = [](uint32_t bits) { return unpack(Element(), bits).x; };
+  RecentRows<kConvTaps, 1> before;
+  Filter<kConvTaps, 1> weights;
+  const uint32_t pairs[2] = {taps.x, taps.y};
+#pragma unroll
+  for (int w = 0; w < kConvTaps; ++w) {
+    weights.weight[w][0] = element(Element(), pairs[w / 2], w % 2);
+  }
+  weights.bias[0] = number(bias);
+#pragma unroll
+  for (int w = 0; w < kConvTaps - 1; ++w) {
+    before.rows[w][0] = number(rows[w]);
+  }
+  const float now[1] = {number(rows[kConvTaps - 1])};
+  return from_float(Element(), silu(weights.apply(before, now, 0)));
+}
 
 struct RegionNorm {
   const void* weight;       // [V]
@@ -73,6 +98,99 @@ struct RegionShare {
   __device__ __forceinline__ int first_row() const { return rank * rows; }
 };
 
+// The value rows of a CTA, their heads, and the norm of a head. Element: dtype of tokens.
+template <typename Element, typename State, int K>
+struct RegionCta {
+  using Rows = StateRows<State, K>;
+
+  const RegionNorm& norm;
+  const RegionSizes& sizes;
+  const RegionShare& share;
+  const int state_dtype;  // of Float8
+
+  __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
+  __device__ __forceinline__ int keys() const { return 2 * sizes.K; }  // channels of q and k
+  __device__ __forceinline__ int end_row() const { return min(share.first_row() + share.rows, sizes.values()); }
+  // A warp's first row of a turn, as a row of the group. All rows of a warp are of one head, because V is a multiple
+  // of their number.
+  __device__ __forceinline__ int row_of(int turn) const {
+    return share.first_row() + turn * kDecodeGroupRows + warp() * kDecodeWarpRows;
+  }
+  __device__ __forceinline__ int turns() const { return (share.rows + kDecodeGroupRows - 1) / kDecodeGroupRows; }
+  __device__ __forceinline__ int head_of_row(int row) const { return quotient(row, sizes.inverse_V); }
+  __device__ __forceinline__ int head_of(int turn) const { return min(head_of_row(row_of(turn)), sizes.group - 1); }
+  __device__ __forceinline__ Rows rows_of(int turn) const {
+    const int row = row_of(turn), head = head_of(turn);
+    return Rows(row - head * sizes.V, sizes.K, sizes.V, state_dtype);
+  }
+  // Elements before the states of a head of the group, in a slot.
+  __device__ __forceinline__ int64_t in_state(int head) const { return sizes.in_state(share.hk, head * sizes.V); }
+
+  // The number of a channel of q or k in the filter and the windows; i counts those of q, then those of k.
+  __device__ __forceinline__ int number_of_key(int i) const {
+    const bool is_k = i >= sizes.K;
+    return ((is_k ? sizes.H_k : 0) + share.hk) * sizes.K + (is_k ? i - sizes.K : i);
+  }
+  // The same of a value row of the group.
+  __device__ __forceinline__ int number_of_row(int row) const {
+    return sizes.H_k * keys() + share.hk * sizes.values() + row;
+  }
+
+  // Whether the lane is the first of those that StateRows::step gives the output of its own row.
+  __device__ __forceinline__ static bool has_output() {
+    using L = typename Rows::L;
+    return L::lane() >= L::kLanes / 2 && L::lane() % (L::kLanes / (2 * L::kRows)) == 0;
+  }
+  // Sends o of a row, rounded, to the CTAs with rows of its head; nothing for rows from end_row() on.
+  __device__ __forceinline__ void send_o(float* to, uint64_t* sent, int head, int row, float o) const {
+    const int first = quotient(head * sizes.V, share.inverse_rows);
+    const int last = quotient((head + 1) * sizes.V - 1, share.inverse_rows);
+    if (row < end_row()) {
+      for (int rank = first; rank <= last; ++rank) {
+        send(to + row, to_float(from_float(Element(), o)), sent, rank);
+      }
+    }
+  }
+  // Bytes of a token's o of the heads that the CTA has rows of.
+  __device__ __forceinline__ int bytes_of_o() const {
+    const int rows = end_row() - share.first_row();
+    const int heads = rows <= 0 ? 0 : head_of_row(end_row() - 1) - head_of_row(share.first_row()) + 1;
+    return heads * sizes.V * static_cast<int>(sizeof(float));
+  }
+
+  // A lane has pieces of 8 channels, one or two by V, as a thread of gated_rms_norm has. o: of a head.
+  __device__ __forceinline__ float rstd_of(const float* o) const {
+    constexpr int kPiece = 8;
+    const int V = sizes.V, lanes = norm.lanes, lane = threadIdx.x & (lanes - 1);
+    float squares = 0.f;
+    for (int first = lane * kPiece; first < V; first += lanes * kPiece) {
+      const float4 pair[2] = {reinterpret_cast<const float4*>(o + first)[0],
+                              reinterpret_cast<const float4*>(o + first)[1]};
+      const float (&x)[kPiece] = reinterpret_cast<const float (&)[kPiece]>(pair);
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        squares += x[i] * x[i];
+      }
+    }
+    for (int bit = 1; bit < lanes; bit *= 2) {
+      squares += __shfl_xor_sync(~0u, squares, bit);
+    }
+    return norm.gate.rstd(squares, sizes.inverse_V);
+  }
+  // Calls use(row, o of the row, rstd) for the lane's row, if the CTA has it; the warp's 32 rows begin at `row`.
+  template <typename Use>
+  __device__ __forceinline__ void normalize(const float* o, int row, Use use) const {
+    const int own = row + threadIdx.x % kWarp, last = min(row + kWarp, end_row());
+#pragma unroll 1
+    for (int head = head_of_row(row); head * sizes.V < last; ++head) {
+      const float rstd = rstd_of(o + head * sizes.V);
+      if (own < last && own >= head * sizes.V && own < (head + 1) * sizes.V) {
+        use(own, o[own], rstd);
+      }
+    }
+  }
+};
+
 // Shared memory of a CTA. The cluster's CTAs write o of their value rows into `o` of those that have the same head.
 template <typename Element, typename Rows, int K, int kValues, int kRows>
 struct alignas(16) RegionShared {
@@ -85,28 +203,25 @@ struct alignas(16) RegionShared {
 };
 
 template <typename Element, typename State, int K, int kValues, int kRows>
-class DecodeRegion {
- public:
-  using Rows = StateRows<State, K>;
+struct DecodeRegion : RegionCta<Element, State, K> {
+  using Cta = RegionCta<Element, State, K>;
+  using typename Cta::Rows;
   using Shared = RegionShared<Element, Rows, K, kValues, kRows>;
+  using Cta::norm, Cta::share, Cta::sizes, Cta::warp, Cta::keys, Cta::end_row, Cta::row_of, Cta::head_of, Cta::rows_of;
 
   const FirstSlots& slots;
   const RegionTokens& tokens;
   const RegionWindows& windows;
   const RegionFilter& filter;
-  const RegionNorm& norm;
-  const RegionSizes& sizes;
-  const RegionShare& share;
   State* const pool;  // slot 0
   const int64_t slot_stride;
-  const int state_dtype;  // of Float8
-  Element* const y;       // the key head's rows of the sequence
+  Element* const y;  // the key head's rows of the sequence
   Shared& shared;
 
   __device__ __forceinline__ void run() const {
     const int64_t slot = slots(share.n);
     if (threadIdx.x == 0) {
-      expect_sent(&shared.sent, slot == kNoState ? 0 : bytes_of_o());
+      expect_sent(&shared.sent, slot == kNoState ? 0 : Cta::bytes_of_o());
     }
     arrive_at_cluster();
     Numbers numbers;
@@ -145,21 +260,8 @@ class DecodeRegion {
     GateBits bits;
   };
 
-  __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
-  __device__ __forceinline__ int end_row() const { return min(share.first_row() + share.rows, sizes.values()); }
-  // A warp's first row of a turn, as a row of the group. All rows of a warp are of one head, because V is a multiple
-  // of their number.
-  __device__ __forceinline__ int row_of(int turn) const {
-    return share.first_row() + turn * kDecodeGroupRows + warp() * kDecodeWarpRows;
-  }
-  __device__ __forceinline__ int head_of_row(int row) const { return quotient(row, sizes.inverse_V); }
-  __device__ __forceinline__ int head_of(int turn) const { return min(head_of_row(row_of(turn)), sizes.group - 1); }
-  __device__ __forceinline__ Rows rows_of(int turn) const {
-    const int row = row_of(turn), head = head_of(turn);
-    return Rows(row - head * sizes.V, sizes.K, sizes.V, state_dtype);
-  }
   __device__ __forceinline__ State* state_of(int64_t slot, int head) const {
-    return pool + slot * slot_stride + sizes.in_state(share.hk, head * sizes.V);
+    return pool + slot * slot_stride + Cta::in_state(head);
   }
   // A lane copies its own part of a turn's rows, so it waits for its own copies only.
   __device__ __forceinline__ void fetch(int64_t slot, int turn) const {
@@ -180,7 +282,6 @@ class DecodeRegion {
 
   // The convolution. In a round a thread has kKeysOfThread channels of q and k, kDecodeThreads apart, and a value row.
   static constexpr int kKeysOfThread = 2, kKeysOfRound = kKeysOfThread * kDecodeThreads;
-  __device__ __forceinline__ int keys() const { return 2 * sizes.K; }
 
   // A channel: its part of the token, its number there, and its number in the filter and the windows.
   struct Channel {
@@ -193,12 +294,11 @@ class DecodeRegion {
     const int at = is_k ? i - sizes.K : i;
     const Element *q = tokens.q.template at<Element>(share.n, share.hk),
                   *k = tokens.k.template at<Element>(share.n, share.hk);
-    return {(is_k ? k : q) + at, at, ((is_k ? sizes.H_k : 0) + share.hk) * sizes.K + at, i < keys()};
+    return {(is_k ? k : q) + at, at, Cta::number_of_key(i), i < keys()};
   }
   __device__ __forceinline__ Channel value_channel(int round) const {
     const int at = share.first_row() + value_of(round);
-    return {tokens.v.template at<Element>(share.n, share.hk) + at, at,
-            sizes.H_k * keys() + share.hk * sizes.values() + at, at < end_row()};
+    return {tokens.v.template at<Element>(share.n, share.hk) + at, at, Cta::number_of_row(at), at < end_row()};
   }
   // The thread's numbers in a round: of its i-th channel among q and k, and of its value row among those of the CTA.
   __device__ __forceinline__ static int key_of(int round, int i) {
@@ -232,12 +332,12 @@ class DecodeRegion {
   __device__ __forceinline__ void load_tokens(Numbers& all, int round) const {
     for_channels(all, round, [&](ChannelNumbers& numbers, const Channel& c) {
       numbers.rows[kConvTaps - 1] = *reinterpret_cast<const uint16_t*>(c.x);
-      numbers.taps = static_cast<const uint2*>(filter.weight)[c.number];
-      numbers.bias = filter.bias == nullptr ? 0 : static_cast<const uint16_t*>(filter.bias)[c.number];
+      numbers.taps = filter.taps_of(c.number);
+      numbers.bias = filter.bias_of(c.number);
     });
     if (const Channel c = value_channel(round); c.is_there) {
       all.z = load_bits(tokens.z.template at<Element>(share.n, share.hk) + c.at);
-      all.weight = load_bits(norm.weight, norm.weight_dtype, 0, c.at - head_of_row(c.at) * sizes.V);
+      all.weight = load_bits(norm.weight, norm.weight_dtype, 0, c.at - Cta::head_of_row(c.at) * sizes.V);
     }
   }
   __device__ __forceinline__ void load_windows(Numbers& all, int round, int64_t slot) const {
@@ -275,20 +375,7 @@ class DecodeRegion {
   }
   __device__ __forceinline__ static float number(uint32_t bits) { return unpack(Element(), bits).x; }
   __device__ __forceinline__ static Element convolved(const ChannelNumbers& numbers) {
-    RecentRows<kConvTaps, 1> before;
-    Filter<kConvTaps, 1> weights;
-    const uint32_t pairs[2] = {numbers.taps.x, numbers.taps.y};
-#pragma unroll
-    for (int w = 0; w < kConvTaps; ++w) {
-      weights.weight[w][0] = element(Element(), pairs[w / 2], w % 2);
-    }
-    weights.bias[0] = number(numbers.bias);
-#pragma unroll
-    for (int w = 0; w < kConvTaps - 1; ++w) {
-      before.rows[w][0] = number(numbers.rows[w]);
-    }
-    const float now[1] = {number(numbers.rows[kConvTaps - 1])};
-    return from_float(Element(), silu(weights.apply(before, now, 0)));
+    return convolve_channel<Element>(numbers.rows, numbers.taps, numbers.bias);
   }
   // Writes the last rows of a channel, as many as the window has columns.
   __device__ __forceinline__ void write_window(int64_t slot, int channel, const uint16_t (&rows)[kConvTaps]) const {
@@ -334,7 +421,7 @@ class DecodeRegion {
     RawToken<Element, L> raw;
     raw.load_keys(of_head, 0, sizes.K);
     LaneToken<L::kChannels> token = raw.prepare_keys(of_head);
-    const int turns = (share.rows + kDecodeGroupRows - 1) / kDecodeGroupRows;
+    const int turns = Cta::turns();
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
       token.decay =
@@ -352,65 +439,18 @@ class DecodeRegion {
       const float v = own < end_row() ? to_float(shared.v[own - share.first_row()]) : 0.f;
       const float out = rows.step(token, v);
       rows.write(state_of(slot, head));
-      send_o(head, has_output() ? own : end_row(), out);
+      Cta::send_o(shared.o, &shared.sent, head, Cta::has_output() ? own : end_row(), out);
     }
   }
 
-  // Whether the lane is the first of those that StateRows::step gives the output of its own row.
-  __device__ __forceinline__ static bool has_output() {
-    using L = typename Rows::L;
-    return L::lane() >= L::kLanes / 2 && L::lane() % (L::kLanes / (2 * L::kRows)) == 0;
-  }
-  // Sends o of a row, rounded, to the CTAs with rows of its head; nothing for rows from end_row() on.
-  __device__ __forceinline__ void send_o(int head, int row, float o) const {
-    const int first = quotient(head * sizes.V, share.inverse_rows);
-    const int last = quotient((head + 1) * sizes.V - 1, share.inverse_rows);
-    if (row < end_row()) {
-      for (int rank = first; rank <= last; ++rank) {
-        send(shared.o + row, to_float(from_float(Element(), o)), &shared.sent, rank);
-      }
-    }
-  }
-  // Bytes of o of the heads that the CTA has rows of.
-  __device__ __forceinline__ int bytes_of_o() const {
-    const int rows = end_row() - share.first_row();
-    const int heads = rows <= 0 ? 0 : head_of_row(end_row() - 1) - head_of_row(share.first_row()) + 1;
-    return heads * sizes.V * static_cast<int>(sizeof(float));
-  }
-
-  // The norm of the CTA's value rows. A warp computes rstd of a head with the sums of gated_rms_norm.
+  // The norm of the CTA's value rows.
   __device__ __forceinline__ void write_y() const {
-    const int first_row = share.first_row(), V = sizes.V;
+    const int first_row = share.first_row();
     for (int row = first_row + warp() * kWarp; row < end_row(); row += kDecodeThreads) {
-      const int lane = threadIdx.x % kWarp, last = min(row + kWarp, end_row());
-#pragma unroll 1
-      for (int head = head_of_row(row); head * V < last; ++head) {
-        const float rstd = rstd_of(shared.o + head * V);
-        const int own = row + lane;
-        if (own < last && own >= head * V && own < (head + 1) * V) {
-          y[own] = from_float(Element(), shared.o[own] * (rstd * shared.after[own - first_row]));
-        }
-      }
+      Cta::normalize(shared.o, row, [&](int own, float o, float rstd) {
+        y[own] = from_float(Element(), o * (rstd * shared.after[own - first_row]));
+      });
     }
-  }
-  // A lane has pieces of 8 channels, one or two by V, as a thread of gated_rms_norm has.
-  __device__ __forceinline__ float rstd_of(const float* o) const {
-    constexpr int kPiece = 8;
-    const int V = sizes.V, lanes = norm.lanes, lane = threadIdx.x & (lanes - 1);
-    float squares = 0.f;
-    for (int first = lane * kPiece; first < V; first += lanes * kPiece) {
-      const float4 pair[2] = {reinterpret_cast<const float4*>(o + first)[0],
-                              reinterpret_cast<const float4*>(o + first)[1]};
-      const float (&x)[kPiece] = reinterpret_cast<const float (&)[kPiece]>(pair);
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i) {
-        squares += x[i] * x[i];
-      }
-    }
-    for (int bit = 1; bit < lanes; bit *= 2) {
-      squares += __shfl_xor_sync(~0u, squares, bit);
-    }
-    return norm.gate.rstd(squares, sizes.inverse_V);
   }
 };
 
@@ -437,12 +477,15 @@ __device__ __forceinline__ void decode_region(const FirstSlots& slots, const Reg
   Element* const y_rows =
       static_cast<Element*>(y) + (static_cast<int64_t>(share.n) * sizes.H_k + share.hk) * sizes.values();
   DecodeRegion<Element, State, K, kValues, kRows>{
-      slots,       tokens,
-      windows,     filter,
-      norm,        sizes,
-      share,       static_cast<State*>(pool),
-      slot_stride, state_dtype,
-      y_rows,      *static_cast<typename DecodeRegion<Element, State, K, kValues, kRows>::Shared*>(shared)}
+      {norm, sizes, share, state_dtype},
+      slots,
+      tokens,
+      windows,
+      filter,
+      static_cast<State*>(pool),
+      slot_stride,
+      y_rows,
+      *static_cast<typename DecodeRegion<Element, State, K, kValues, kRows>::Shared*>(shared)}
       .run();
 }
 

@@ -37,7 +37,7 @@ from kernels_tl.config import DECODE_THREADS
 from kernels_tl.convolution.arguments import address, pointer
 from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, element_type, extern, memory_type
 from kernels_tl.core.cta import BYTES
-from kernels_tl.decode.region_tile import CTAS, TURN_ROWS
+from kernels_tl.decode.region_tile import ONE_TOKEN, TURN_ROWS
 from kernels_tl.layout import REGION_ROWS, REGION_VALUES
 
 CLUSTER = True
@@ -154,7 +154,7 @@ def decode_region(dtype, K, state_dtype):
         early: T.int32,  # the first sequences, whose CTAs prefetch before the preceding grid has ended
     ):
         with T.Kernel(ctas, H_k, N, threads=DECODE_THREADS, prelude=PRELUDE) as (rank, hk, n):
-            T.annotate_min_blocks_per_sm(CTAS[BYTES[state_dtype]])
+            T.annotate_min_blocks_per_sm(ONE_TOKEN.ctas)
             shared = T.alloc_shared([shared_bytes], "uint8")
             if n < early:
                 extern(
