@@ -158,8 +158,9 @@ Tensor DecodeRegion::packed_mixed() const {
     return mixed;
   }
   const DecodeCall& c = rule_;
-  Tensor packed = new_empty(op_, mixed, convolution_.x.sizes(), mixed.scalar_type());
-  const int64_t D = packed.size(2), values = c.group() * c.V, channel = mixed.stride(3);
+  const int64_t D = 2 * c.H_k * c.K + c.H_v * c.V;
+  Tensor packed = new_empty(op_, mixed, {c.B, c.T, D}, mixed.scalar_type());
+  const int64_t values = c.group() * c.V, channel = mixed.stride(3);
   const auto copy_part = [&](int64_t from, int64_t to, int64_t channels) {
     const std::array shape = {c.B, c.T, c.H_k, channels};
     Tensor part = view(packed, shape, {c.T * D, D, channels, 1}, to);

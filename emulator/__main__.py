@@ -47,7 +47,7 @@ KERNELS = {
     "conv_gradients": ("convolution", {}, {}),
     "decode": ("decode", {}, {"state_v_first": True}),
     "decode_buffered": ("decode_buffered", {}, {"state_v_first": True}),
-    "decode_region": ("decode_region", {}, {}),
+    **dict.fromkeys(("decode_region", "decode_region_drafts"), ("decode_region", {}, {})),
     "gated_rms_norm": ("norm", {}, {}),
     "gated_rms_norm_backward": ("norm", {}, {}),
     "sum_rows": ("norm", {}, {}),

@@ -32,7 +32,7 @@ SLOTS = 9  # of the pool
 BY_TOKEN = {"q", "k", "v", "g", "beta", "A", "do", "g_raw", "a", "b", "mixed_qkv"}
 BY_TOKEN |= {"mixed", "dmixed", "da"}
 BY_TOKEN |= {"x", "y", "dx", "dy", "z", "dz", "o", "g_cumsum", "dq", "dk", "dv", "dmixed_qkv", "db", "dg"}
-BY_SEQUENCE = {"initial_state", "dht", "final_state", "dh0", "intermediate_states"}
+BY_SEQUENCE = {"initial_state", "dht", "final_state", "dh0", "intermediate_states", "intermediate_windows"}
 BY_SEQUENCE |= {"initial_window", "final_window", "dwindow", "dwindow0"}
 BY_NUMBER = {"state_indices", "write_pos", "force_flush"}  # a number for each sequence
 OF_SLOTS = {"state_pool", "window_pool", "d_cache", "k_cache", "g_cache"}
@@ -179,7 +179,8 @@ def make_call(
     N, generator = len(lengths), torch.Generator().manual_seed(seed + 1)
     if name in REGIONS:
         offsets = torch.arange(N + 1, device=device) if known.get("cu_seqlens") is None else known["cu_seqlens"]
-        windows = convolution_arguments(offsets, seed, dtype, state_dtype, known["mixed_qkv"].shape[2])
+        of_windows = dtype if name.startswith("decode") else state_dtype  # one kernel takes no other
+        windows = convolution_arguments(offsets, seed, dtype, of_windows, known["mixed_qkv"].shape[2])
         renamed = {"weight": "conv_weight", "bias": "conv_bias", "initial_state": "initial_window", "dht": "dwindow"}
         renamed |= {"state_pool": "window_pool", "checkpoints": "window_checkpoints"}
         known |= {renamed[x]: value for x, value in windows.items() if x in renamed}
@@ -187,6 +188,8 @@ def make_call(
         known |= {"mixed": known["mixed_qkv"], "a": known["g"], "b": known["beta"], "z": known["v"].flip(1)}
         known |= {"A_log": rates[0], "dt_bias": rates[1], "o": known["v"], "dy": known["do"]}
         known |= {"norm_weight": torch.randn(case.V, generator=generator).to(device)}
+        kept = (N, max(lengths), *known["window_pool"].shape[1:])
+        known |= {"intermediate_windows": torch.randn(kept, generator=generator).to(device, of_windows)}
 
     def states(*outer):
         return torch.randn(*outer, case.H_v, case.V, case.K, generator=generator).to(device, state_dtype)

@@ -22,6 +22,7 @@ from collections import Counter
 import options
 import test_convolution
 import test_decode_region
+import test_decode_region_drafts
 import test_norm
 import test_region
 import test_region_prefill
@@ -55,6 +56,9 @@ class RegionTrial:
         if self.op == "region of a token":
             test_decode_region.check(self.case, device, self.seed)
             return {}
+        if self.op == "region of drafts":
+            test_decode_region_drafts.check(self.case, device, self.seed)
+            return {}
         ratios = test_convolution.ratios(self.case, device)
         assert all(ratio <= 1 for ratio in ratios.values()), ratios
         return {f"convolution's {name}": ratio for name, ratio in ratios.items()}
@@ -66,7 +70,8 @@ def draw_of_region(r: random.Random, device: str) -> RegionTrial:
     shape = {"lengths": lengths, "padding": r.choice((0, 0, 5)) if lengths is not None else 0}
     shape |= {"B": r.randint(1, 3), "T": r.choice((1, 2, 3, 65, r.randint(4, 500)))}
     half, wide = (torch.bfloat16, torch.float16), (torch.float32, *(() if gpu else (torch.float64,)))
-    W, op = r.randint(2, 4), r.choice(("convolution", "norm", "region", "region on pools", "region of a token"))
+    regions = ("region", "region on pools", "region of a token", "region of drafts")
+    W, op = r.randint(2, 4), r.choice(("convolution", "norm", *regions))
     columns = r.choice((W - 1, W))
     if op == "norm":
         dims = tuple(r.randint(1, 40) for _ in range(r.randint(0, 3)))
@@ -90,6 +95,8 @@ def draw_of_region(r: random.Random, device: str) -> RegionTrial:
         flags["state_dtype"] = r.choice((torch.float32, *half, torch.float8_e4m3fn, torch.float8_e5m2))
         flags["options"] = (("allow_neg_eigval", r.random() < 0.5), ("norm_activation", r.choice(("silu", "sigmoid"))))
         return RegionTrial(op, test_decode_region.Case(indices, **sizes | one_kernel | flags), r.randrange(2**31))
+    if op == "region of drafts":
+        return RegionTrial(op, test_decode_region_drafts.draw(r, sizes), r.randrange(2**31))
     if op == "region on pools":
         case = test_region_prefill.draw(r, device)
         every = r.choice((0, case.every, r.randint(1, 100)))

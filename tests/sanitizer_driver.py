@@ -13,6 +13,7 @@ import test_convolution
 import test_decode
 import test_decode_buffered
 import test_decode_region
+import test_decode_region_drafts
 import test_norm
 import test_prefill
 import test_region
@@ -201,6 +202,9 @@ for case in test_decode_region.CASES:
     if case.V % 8 == 0:
         assert finite([flash_qla.decode_gated_delta_net(**test_decode_region.make(case, "cuda"))]), case
 print("done: region of a token", flush=True)
+for case in test_decode_region_drafts.CASES:
+    assert finite([flash_qla.decode_gated_delta_net(**test_decode_region_drafts.make(case, "cuda"))]), case
+print("done: region of drafts", flush=True)
 
 # The norm: every instance, in steps over rows of three strides
 for dtype, V in itertools.product(test_norm.DTYPES, (64, 100, 264)):

@@ -1,6 +1,7 @@
 """decode_gated_delta_net with drafts: against the formula in float64, along each token's path from the first state."""
 
 import dataclasses
+import random
 import re
 
 import pytest
@@ -151,14 +152,38 @@ CASES = (
     Case(
         T=8, H_k=1, H_v=4, indices=(1, 2), update_state=False, options=(("norm_activation", "sigmoid"), ("scale", 0.7))
     ),
+    Case(T=3, indices=(4, 1), by_key_heads=True, with_convolution=False),
     Case(T=2, H_k=1, H_v=3, state_dtype=torch.bfloat16, options=(("allow_neg_eigval", True), ("norm_eps", 1e-2))),
 )
 # Bytes of a number -> the most relative error
 BARS = {8: 1e-9, 4: 5e-3, 2: 8e-3, 1: 8e-2}
 
 
-def check(case: Case, device: str) -> None:
-    arguments = make(case, device)
+def draw(r: random.Random, sizes: dict) -> Case:
+    """A case of these sizes."""
+    kind, N, steps = r.choice(("slots", "rows", "tree", "plain")), r.randint(1, 5), r.randint(1, 8)
+    packed = kind == "slots" or (kind != "tree" and r.random() < 0.5)
+    indices = tuple(-1 if r.random() < 0.1 else slot for slot in r.sample(range(SLOTS), N))
+    fields = sizes | {"indices": indices, "T": steps, "steps": steps, "W": 4, "columns": r.choice((3, 4))}
+    fields |= {x: r.random() < 0.5 for x in ("by_key_heads", "columns_last", "with_bias", "with_dt_bias", "int64")}
+    fields |= {"with_convolution": r.random() < 0.8, "update_state": kind != "tree" and r.random() < 0.7}
+    states = (torch.float32, torch.bfloat16, torch.float16)
+    fields["state_dtype"] = r.choice((*states, torch.float8_e5m2) if fields["K"] % 16 == 0 else states)
+    fields["options"] = (("allow_neg_eigval", r.random() < 0.5), ("norm_activation", r.choice(("silu", "sigmoid"))))
+    if packed:
+        fields["lengths"] = (*(r.randint(0, steps) for _ in range(N - 1)), steps)
+    if kind == "slots":
+        fields["accepted"] = tuple(r.randint(1, steps) for _ in range(N))
+    if kind in ("rows", "tree"):
+        rows = r.sample(range(N + 2), N)
+        fields["kept_rows"] = tuple(-1 if r.random() < 0.1 else row for row in rows)
+    if kind == "tree":
+        fields["parents"] = tuple(r.randint(-1, t - 1) for t in range(steps))
+    return Case(**fields)
+
+
+def check(case: Case, device: str, seed: int = 0) -> None:
+    arguments = make(case, device, seed)
     found = copied(arguments)
     for name in WRITTEN[2:]:
         if arguments.get(name) is not None:

@@ -36,6 +36,7 @@ SELECTED = {
     "test_max_seqlen.py": "launched",
     "test_region.py": "bits or slices or final or saves",
     "test_decode_region.py": "",
+    "test_decode_region_drafts.py": "",
     "test_region_prefill.py": "bits or pieces or checkpoint or errors",
     "test_convolution.py": "not (compile or opcheck or many or autocast)",
     "test_large_states.py": "(rows and (fused or cut) and (two or raw)) or (reset and 3-) or wide or maps"
@@ -130,6 +131,7 @@ torch.ops.flash_qla.gated_delta_rule_forward_begin(x, x, x, g, g, [0])
         ("--kernel token_gradients --shape 1x70 --heads 1x2", 0),
         ("--kernel decode_buffered --shape 2x1", 0),
         ("--kernel decode_region --shape 2x1", 0),
+        ("--kernel decode_region_drafts --shape 2x3", 0),
         ("--kernel causal_conv1d_backward --shape 130+0+64", 0),
         ("--kernel segment_scan --shape 1x70 --mode fused=1", 1),
     ),

@@ -52,7 +52,9 @@ def test_which_ops_write():
     assert written == {
         "prefill_gated_delta_rule": ["state_pool", "checkpoints", "out", "h"],
         "prefill_causal_conv1d": ["state_pool", "checkpoints"],
-        "decode_gated_delta_net": ["window_pool", "state_pool", "out"],
+        "decode_gated_delta_net": [
+            *("window_pool", "state_pool", "intermediate_states", "intermediate_windows", "out")
+        ],
         "prefill_gated_delta_net": ["window_pool", "state_pool", "checkpoints", "window_checkpoints", "out"],
         "decode_gated_delta_rule": ["state_pool", "intermediate_states", "out"],
         "decode_gated_delta_rule_packed": ["state_pool", "intermediate_states", "out"],

@@ -11,7 +11,7 @@ import flash_qla
 
 pytestmark = pytest.mark.usefixtures("errors_change_nothing")
 
-WINDOWS = ("window_pool", "window_checkpoints")
+WINDOWS = ("window_pool", "window_checkpoints", "intermediate_windows")
 STATES = ("state_pool", "checkpoints", "intermediate_states", "d_cache", "k_cache", "g_cache", *WINDOWS)
 
 
@@ -36,7 +36,7 @@ def test_states_that_overlap(device, name, states):
     wrong = [shifted] if slots > 1 else []
     if slots > 1:
         wrong.append(x[:1].expand_as(x))
-    if states == "intermediate_states":
+    if states.startswith("intermediate"):
         wrong.append(x[:, :1].expand_as(x))
     assert wrong
     for overlapping in wrong:

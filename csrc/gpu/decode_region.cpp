@@ -134,9 +134,8 @@ bool fits(const DecodeRegion& region) {
   };
   const Tensor& windows = *region.windows().window_pool;
   const auto& kept = region.windows().intermediate_windows;
-  return c.W == kConvTaps && has_dtype(c.weight, c.dtype) && is_aligned(c.weight) &&
-         (!c.bias || has_dtype(*c.bias, c.dtype)) && has_dtype(windows, c.dtype) && has_small_strides(windows) &&
-         (!kept || has_small_strides(*kept));
+  return c.W == kConvTaps && has_dtype(c.weight, c.dtype) && (!c.bias || has_dtype(*c.bias, c.dtype)) &&
+         has_dtype(windows, c.dtype) && has_small_strides(windows) && (!kept || has_small_strides(*kept));
 }
 
 // The parameters that a kernel reads as contiguous.
@@ -151,6 +150,7 @@ struct Parameters {
       Convolution convolution = region.convolution();
       make_canonical(convolution);
       conv_weight = convolution.weight;
+      make_aligned(op, *conv_weight, convolution.dtype);
       conv_bias = convolution.bias;
     }
     make_contiguous(op, norm_weight, norm_weight.scalar_type());
@@ -285,12 +285,11 @@ void launch_drafts(const DecodeRegion& region, const TokenTensors& tokens, const
 }
 
 [[noreturn]] void fail_for_drafts(const DecodeRegion& region) {
-  fail(
-      region.rule().op,
-      "the call is no plain one, expected on a GPU: K of at most 128, H_v / H_k V of at most 512, K and V multiples of "
-      "8, at most 8 tokens of a sequence; conv_weight [D, 4], and conv_bias, window_pool and conv_weight in the dtype "
-      "of "
-      "mixed, with conv_weight at a multiple of 16 bytes");
+  fail(region.rule().op,
+       "with an argument from cu_seqlens to parents, or without conv_weight, a GPU takes K of at most 128, H_v / H_k V "
+       "of at most 512, K and V multiples of 8, at most 8 tokens of a sequence, 4 taps, and conv_weight, conv_bias and "
+       "window_pool in the dtype of mixed; the call has K = ",
+       region.rule().K, ", V = ", region.rule().V, ", T = ", region.rule().T);
 }
 
 }  // namespace
