@@ -55,6 +55,7 @@ SECTIONS = {
     "region": ["region --heads 2x8,4x16,16x32,16x64 --sequences 1x8192,1x32768,4096x8"],
     "decode": [DECODE],
     "decode_region": ["decode_region"],
+    "drafts_region": ["decode_region --tokens 4 --batches 1,8,64"],
     "plain": [f"{DECODE} --keep plain --state-dtypes fp32"],
     "drafts": [f"{DRAFTS} --keep last", f"{DRAFTS} --keep every"],
     "prefill": ["prefill --sequences 1x8192,1024x8,256x32 --samples 5"],

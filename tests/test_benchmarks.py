@@ -197,14 +197,16 @@ def test_ways_of_the_prefill(on_cpu):
 
 def test_decode_region(on_cpu, capsys):
     """All functions, which agree on a token: those of one kernel and of the parts."""
-    case = decode_region.Case(2, 4, batch=2, head_dims=(16, 8))
+    case = decode_region.Case(2, 4, batch=2, tokens_each=1, head_dims=(16, 8))
     calls = decode_region.flash_qla_calls(case)
     pools = [x.clone() for x in (case.windows, case.states)]
     y = calls["region"]()
     for x, before in zip((case.windows, case.states), pools, strict=True):
         x.copy_(before)
     torch.testing.assert_close(calls["parts"](), y, rtol=0, atol=0)
-    cells = list(decode_region.measure("flash_qla", options(heads="2x4", batches="1,2")))
+    cells = list(decode_region.measure("flash_qla", options(heads="2x4", batches="1,2", tokens=1)))
+    drafts = list(decode_region.measure("flash_qla", options(heads="2x4", batches="2", tokens=4)))
+    assert [cell["function"] for cell in drafts] == ["region", "rule"]
     assert [cell["function"] for cell in cells] == ["region", "parts", "rule"] * 2
     decode_region.report(cells)
     assert capsys.readouterr().out.count("% of the floor") == 6
@@ -224,7 +226,7 @@ def test_region(on_cpu, capsys):
 
 TINY = ["--heads", "1x2"]
 TINY_SECTIONS = {
-    **{name: [*TINY, "--batches", "1"] for name in ("decode", "decode_region", "plain", "drafts")},
+    **{name: [*TINY, "--batches", "1"] for name in ("decode", "decode_region", "drafts_region", "plain", "drafts")},
     "accuracy": ["--cases", "2x8 1x1"],
     "host": [*TINY, "--device", "cpu", "--batches", "1"],
 }
