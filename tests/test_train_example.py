@@ -21,13 +21,13 @@ WITHOUT_A_GRADIENT = """
 import inspect, os, runpy, sys
 import flash_qla
 
-original = flash_qla.chunk_gated_delta_rule_packed
+original = flash_qla.gated_delta_net
 
-def wrong(mixed_qkv, g, beta, *sizes, **options):
-    return original(mixed_qkv, g, beta.detach(), *sizes, **options)
+def wrong(mixed, z, a, b, *weights, **options):
+    return original(mixed, z, a, b.detach(), *weights, **options)
 
 wrong.__signature__ = inspect.signature(original)
-flash_qla.chunk_gated_delta_rule_packed = wrong
+flash_qla.gated_delta_net = wrong
 del sys.argv[0]  # this script
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")

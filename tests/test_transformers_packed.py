@@ -3,11 +3,18 @@
 The reference is each sequence by itself in the model's own torch code.
 """
 
+import inspect
+import logging
+import sys
+import textwrap
+
 import pytest
 import torch
+from dispatched import Ran
 from test_transformers import BF16_RATIO, FP32_TOLERANCE, all_models, example, mean_error, small_model, text
 from transformers import DataCollatorWithFlattening
 
+from flash_qla.integrations import _transformers_layer
 from flash_qla.integrations.transformers import _with_flash_qla, causal_conv1d, use_flash_qla
 
 LENGTHS = (70, 1, 65, 4)
@@ -95,3 +102,53 @@ def test_a_convolution_that_something_has_replaced():
         exec("def forward(x): return causal_conv1d_fn, torch_chunk_gated_delta_rule", module)
         called, _ = _with_flash_qla(module["forward"])(None)
         assert (called is module["causal_conv1d_fn"]) == (of == "elsewhere")
+
+
+HOOKED = {
+    "a hook": lambda layer: layer.conv1d.register_forward_hook(lambda module, inputs, output: 2 * output),
+    "another convolution": lambda layer: setattr(layer, "conv1d", Doubled(layer.conv1d)),
+    "a hook of the norm": lambda layer: layer.norm.register_forward_pre_hook(lambda module, inputs: None),
+}
+
+
+class Doubled(torch.nn.Module):
+    """As an adapter wraps a part."""
+
+    def __init__(self, own: torch.nn.Conv1d):
+        super().__init__()
+        self.own, self.kernel_size = own, own.kernel_size
+        self.weight, self.bias = torch.nn.Parameter(2 * own.weight.detach()), own.bias
+
+
+@pytest.mark.parametrize("change", HOOKED)
+def test_parts_of_another_kind(change, caplog, monkeypatch):
+    """The op does not run where a part has a hook or is another one: the layer computes as without flash_qla."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level("INFO", "transformers.flash_qla")
+    _transformers_layer._say.cache_clear()
+    model, tokens = small_model(), text(70)
+    (layer,) = [x for x in model.modules() if type(x).__name__.endswith("GatedDeltaNet")]
+    with use_flash_qla(model):
+        HOOKED[change](layer)
+        with Ran() as ran, torch.no_grad():
+            ours = model(tokens, use_cache=False).logits
+    assert "gated_delta_net" not in ran.ops and "causal_conv1d" in ran.ops
+    own = model(tokens, use_cache=False).logits
+    assert example.relative_error(ours, own.detach()) < FP32_TOLERANCE
+    assert "by parts: its " + ("norm" if "norm" in change else "convolution") in caplog.text
+
+
+def test_another_formula_of_the_layer():
+    """A release whose forward computes something else keeps it."""
+    model = small_model()
+    (layer,) = [x for x in model.modules() if type(x).__name__.endswith("GatedDeltaNet")]
+    original = type(layer)
+    namespace = {}
+    source = textwrap.dedent(inspect.getsource(original.forward)).replace("b.sigmoid()", "b.sigmoid() * 0.5")
+    exec(source, vars(sys.modules[original.__module__]), namespace)
+    layer.__class__ = type(original.__name__, (original,), {**namespace, "__module__": original.__module__})
+    tokens = text(70)
+    own = model(tokens, use_cache=False).logits.detach()
+    with use_flash_qla(model), Ran() as ran, torch.no_grad():
+        ours = model(tokens, use_cache=False).logits
+    assert "gated_delta_net" not in ran.ops and example.relative_error(ours, own) < FP32_TOLERANCE

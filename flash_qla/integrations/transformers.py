@@ -10,10 +10,12 @@
 
 Works for every model built on transformers' GatedDeltaNet layers (Qwen3-Next, Qwen3.5 and its MoE
 variants, OLMo-Hybrid, ...). Only the layers of the given model change, so other models in the process
-keep what they use. Prefill and training run flash_qla.chunk_gated_delta_rule, and from transformers
-5.15 on flash_qla.causal_conv1d, unless something else has replaced the function in the model's module.
-The layer's gated norm runs flash_qla.gated_rms_norm, if it computes the same and nothing else has
-replaced its forward. Decoding one token at a time runs
+keep what they use. A call without a cache, as in training, runs flash_qla.gated_delta_net, from transformers
+5.15 on: convolution, gates, delta rule and norm as one op. Where a part of the layer is another one (a hook,
+an adapter, a norm with another formula), and in a prefill, the parts run one by one:
+flash_qla.chunk_gated_delta_rule, flash_qla.causal_conv1d, unless something else has replaced the function in
+the model's module, and flash_qla.gated_rms_norm, if it computes the same as the layer's and nothing else has
+replaced its forward. A line of the log "transformers.flash_qla" says which, and why. Decoding one token at a time runs
 flash_qla.decode_gated_delta_rule on the cache's states, or chunk_gated_delta_rule where a gradient is
 requested. Gradients and gradient checkpointing work as with the model's own functions.
 
@@ -50,7 +52,7 @@ import torch
 
 import flash_qla
 from flash_qla._layout import MOST_VALUE_DIM
-from flash_qla.integrations import fla
+from flash_qla.integrations import _transformers_layer, fla
 from flash_qla.ops.checks import IGNORED
 
 # A layer has the first of each, and perhaps the second.
@@ -70,6 +72,8 @@ _RECORD = "_flash_qla_replaced"
 
 # Attribute of a class whose forward calls flash_qla: the class that it was made from.
 _ORIGINAL = "_flash_qla_original"
+# And whether its calls without a cache may run as one op.
+_REGION = "_flash_qla_region"
 
 
 def _keywords_of(function: Callable) -> frozenset[str]:
@@ -291,6 +295,8 @@ def _switch_of(layer: torch.nn.Module) -> Callable[[], None] | None:
     if "forward" in layer.__dict__ or _is_norm(type(layer)):
         return None
     switched = _switched_class(type(layer))
+    if switched and _transformers_layer.agrees(layer, switched.forward):
+        switched = _switched_class(type(layer), with_region=True)
     return switched and functools.partial(setattr, layer, "__class__", switched)
 
 
@@ -336,16 +342,18 @@ def _restore_layer(name: str, layer: torch.nn.Module) -> None:
 
 
 @functools.cache
-def _switched_class(original: type) -> type | None:
+def _switched_class(original: type, with_region: bool = False) -> type | None:
     """A subclass whose forward calls flash_qla, which passes for the class itself; None where its forward does not call
-    _FUNCTION, and it is no norm. All layers of a class share it, and so torch.compile one compilation."""
+    _FUNCTION, and it is no norm. All layers of a class share it, and so torch.compile one compilation. with_region:
+    calls without a cache may run as one op."""
     forward = _forward_of_norm if _is_norm(original) else _with_flash_qla(original.forward)
     if forward is None:
         return None
+    if with_region:
+        forward = _transformers_layer.with_region(forward, _is_switched, _KEYWORDS)
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(original)(
-        original.__name__, (original,), {**names, _ORIGINAL: original, "forward": forward, "__reduce_ex__": _reduce}
-    )
+    names |= {_ORIGINAL: original, _REGION: with_region, "forward": forward, "__reduce_ex__": _reduce}
+    return type(original)(original.__name__, (original,), names)
 
 
 def _reduce(layer: torch.nn.Module, protocol: int) -> tuple:
@@ -353,11 +361,13 @@ def _reduce(layer: torch.nn.Module, protocol: int) -> tuple:
     # A class that others have made from the subclass, as FSDP does, is found as they have it.
     switched = next(x for x in type(layer).__mro__ if _ORIGINAL in vars(x))
     make, arguments, *state = super(switched, layer).__reduce_ex__(protocol)
-    return (_new, (vars(switched)[_ORIGINAL],), *state) if type(layer) is switched else (make, arguments, *state)
+    if type(layer) is not switched:
+        return make, arguments, *state
+    return _new, (vars(switched)[_ORIGINAL], vars(switched)[_REGION]), *state
 
 
-def _new(original: type) -> torch.nn.Module:
-    switched = _switched_class(original)
+def _new(original: type, with_region: bool) -> torch.nn.Module:
+    switched = _switched_class(original, with_region)
     return switched.__new__(switched)
 
 

@@ -1,0 +1,133 @@
+"""A Gated DeltaNet layer of transformers without a cache, as in training: one op between its projections.
+
+The op, flash_qla.gated_delta_net, keeps less for the backward than its parts: not the convolution's result. A call runs
+the layer's own forward, with flash_qla's functions in it, if it has a cache, or if a part is not the one that the op
+computes: one with a hook, an adapter or another formula.
+"""
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+
+import torch
+
+import flash_qla
+from flash_qla._layout import MOST_VALUE_DIM
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NEXT = ("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")  # Qwen3-Next
+_PACKED = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen3.5
+_SEPARATE = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")  # OLMo-Hybrid
+_FLAGS = ("cu_seq_lens_q", "max_length_q")  # keywords of the model that the op takes
+
+
+def norm_of(layer: torch.nn.Module) -> torch.nn.Module | None:
+    return getattr(layer, "norm", None) or getattr(layer, "o_norm", None)
+
+
+def projections(layer: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """mixed, z, b and a of the op, or None if the layer has none of the known projections."""
+    if all(hasattr(layer, name) for name in _NEXT):
+        q, k, v, z, b, a = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x), layer.in_proj_ba(x))
+        return torch.cat([y.flatten(2) for y in (q, k, v)], -1), z, b, a
+    if all(hasattr(layer, name) for name in _PACKED):
+        return tuple(getattr(layer, name)(x) for name in _PACKED)
+    if all(hasattr(layer, name) for name in _SEPARATE):
+        q, k, v, *others = (getattr(layer, name)(x) for name in _SEPARATE)
+        return torch.cat((q, k, v), -1), *others
+    return None
+
+
+def forward(layer: torch.nn.Module, hidden_states, attention_mask=None, cu_seq_lens_q=None, max_length_q=None):
+    """The layer's forward without a cache."""
+    norm, conv = norm_of(layer), layer.conv1d
+    modules = (
+        sys.modules.get(x.__module__) for x in type(layer).__mro__
+    )  # FSDP and others make classes from a layer's
+    apply_mask = next(x.apply_mask_to_padding_states for x in modules if hasattr(x, "apply_mask_to_padding_states"))
+    mixed, z, b, a = projections(layer, apply_mask(hidden_states, attention_mask))
+    V, K = norm.weight.shape[0], layer.head_k_dim
+    y, _, _ = flash_qla.gated_delta_net(
+        mixed, z.reshape(*z.shape[:2], -1, V), a, b, conv.weight, conv.bias, norm.weight, layer.A_log, layer.dt_bias,
+        num_k_heads=(mixed.shape[2] - a.shape[2] * V) // (2 * K), head_k_dim=K, cu_seqlens=cu_seq_lens_q,
+        max_seqlen=max_length_q if isinstance(max_length_q, int) else None,
+        allow_neg_eigval=getattr(layer, "allow_neg_eigval", False), norm_eps=norm.variance_epsilon,
+        norm_activation=norm.activation,
+    )  # fmt: skip
+    out = layer.out_proj if hasattr(layer, "out_proj") else layer.o_proj
+    return out(y.flatten(2))
+
+
+def _is_plain(part: torch.nn.Module) -> bool:
+    hidden = any(name in vars(part) for name in ("forward", "_old_forward"))
+    return not hidden and not any(getattr(part, hooks) for hooks in _HOOKS)
+
+
+def why_not(layer: torch.nn.Module, x: torch.Tensor, is_known_norm: Callable) -> str | None:
+    """Why a part of the layer is not the op's, or None. is_known_norm: whether a norm runs flash_qla's."""
+    conv, norm = layer.conv1d, norm_of(layer)
+    if type(conv) is not torch.nn.Conv1d or not _is_plain(conv):
+        return "its convolution has a hook, or is another one"
+    if not is_known_norm(norm) or not _is_plain(norm) or len(norm.weight) > MOST_VALUE_DIM:
+        return "its norm has a hook, or is another one"
+    if not 2 <= conv.kernel_size[0] <= 4 or getattr(layer, "activation", "silu") not in ("silu", "swish"):
+        return f"its convolution has {conv.kernel_size[0]} taps and {getattr(layer, 'activation', 'silu')}"
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return None if conv.weight.dtype in (dtype, torch.float32) else f"its convolution is in {conv.weight.dtype}"
+
+
+@functools.cache
+def _say(name: str, reason: str | None) -> None:
+    """One line per process and text."""
+    text = "as one op" if reason is None else f"by parts: {reason}"
+    logging.getLogger("transformers.flash_qla").info("flash_qla runs %s without a cache %s", name, text)
+
+
+def with_region(theirs: Callable, is_known_norm: Callable, keywords: frozenset[str]) -> Callable:
+    """A layer's forward `theirs`, and the op where it can take its place. keywords: those that flash_qla's functions
+    read in `theirs`, so a call with another of them is not the op's."""
+    _, _, cache, mask, *_ = inspect.signature(theirs).parameters
+
+    @functools.wraps(theirs)
+    def of_layer(self, hidden_states, *args, **kwargs):
+        given = dict(zip((cache, mask), args, strict=False)) | kwargs
+        others = given.keys() & (keywords | {"seq_idx"}) - {*_FLAGS}
+        is_packed = given.get("cu_seq_lens_q") is not None
+        if given.get(cache) is None and (is_packed or not others) and others <= {"seq_idx"}:
+            reason = why_not(self, hidden_states, is_known_norm)
+            if not torch.compiler.is_compiling():
+                _say(type(self).__name__, reason)
+            if reason is None:
+                return forward(self, hidden_states, given.get(mask), **{x: given[x] for x in _FLAGS if x in given})
+        return theirs(self, hidden_states, *args, **kwargs)
+
+    return of_layer
+
+
+class _Probe(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module, function: Callable):
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.layer, x)
+
+
+def agrees(layer: torch.nn.Module, theirs: Callable) -> bool:
+    """Whether `forward` computes what `theirs` does, on a few random numbers on the CPU."""
+    names = [*inspect.signature(theirs).parameters]
+    on_cpu = {"generator": torch.Generator().manual_seed(0), "device": "cpu", "dtype": torch.float32}
+    if len(names) < 4 or not hasattr(layer, "conv1d") or norm_of(layer) is None:
+        return False
+    try:
+        weights = {f"layer.{name}": torch.randn(x.shape, **on_cpu) for name, x in layer.named_parameters()}
+        weights = {name: x / max(x.shape[-1], 1) ** 0.5 if x.dim() > 1 else x for name, x in weights.items()}
+        x = torch.randn(1, 5, layer.hidden_size, **on_cpu)
+        with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+            own, ours = (torch.func.functional_call(_Probe(layer, f), weights, (x,)) for f in (theirs, forward))
+    except Exception:  # of any kind: the layer has other parts or arguments, or needs a GPU
+        return False
+    return own.shape == ours.shape and torch.allclose(own, ours, rtol=1e-3, atol=1e-4)
