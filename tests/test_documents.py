@@ -59,6 +59,10 @@ def test_tables_are_those_of_the_results():
         assert report.filled(page.read_text(), data) == page.read_text(), f"{page}: run benchmarks/report.py"
 
 
+def test_the_figure_is_that_of_the_results():
+    assert report.overview(report.load(report.RESULTS)) == report.FIGURE.read_text(), "run benchmarks/report.py"
+
+
 def text_of(element) -> str:
     return "".join(element.itertext())
 
