@@ -10,6 +10,7 @@ import pytest
 import torch
 from subprocesses import run_forks
 
+import flash_qla
 from flash_qla import _C
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,7 +22,7 @@ mathml = importlib.import_module("formula").mathml
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES, *sorted((ROOT / "benchmarks/notes").glob("*.md"))]
-BLOCK = re.compile(r"(<!-- not run: .+ -->\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"(<!-- not run: [^\n]+ -->\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def python_of(page: Path) -> str:
@@ -76,10 +77,30 @@ def test_formulas_are_whole(page):
         assert re.findall(r"[^\W_]", typeset) == re.findall(r"[^\W_]", names), page.name
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Those that GitHub gives the headings of a page, and MyST too."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", DOCUMENTS, ids=relative)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors_of(file), f"{target}#{anchor}"
+
+
+def test_the_reference_has_every_function():
+    """In a table, for readers of the file, and in a comment, from which the site takes docstrings."""
+    text = (ROOT / "docs/api.md").read_text()
+    described = " ".join(re.findall(r"<!-- api:(.+?)-->", text, re.DOTALL)).split()
+    tables = set(re.findall(r"^\| `(\w+)`", text, re.MULTILINE))
+    functions = {name for name in flash_qla.__all__ if name != "__version__"}
+    assert functions <= tables and functions <= {name.removeprefix("flash_qla.") for name in described}
 
 
 def test_the_oldest_driver_is_that_of_the_library():
