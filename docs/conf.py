@@ -40,13 +40,13 @@ GROUPS = (
     "Drafts",
     "Other packages",
 )
-napoleon_custom_sections = [(name, "params_style") for name in ("Results", *GROUPS)]
+napoleon_custom_sections = [(name, "params_style") for name in ("Results", "Other Parameters", *GROUPS)]
 
 
 SECTION = re.compile(rf"(Args|Returns|Raises):|Parameters|Other Parameters|Returns|Raises|{'|'.join(GROUPS)}|-+")
 LIST = re.compile(r"^- ([^:]+): ((?:.|\n  )+)", re.MULTILINE)
 LINK = re.compile(r"\]\((\w+)\.md\)")
-API = re.compile(r"^<!-- api: (.+?) -->$", re.MULTILINE | re.DOTALL)
+API = re.compile(r"^<!-- api:(.+?)-->$", re.MULTILINE | re.DOTALL)
 
 
 def plain_docstring(app, what, name, obj, options, lines):
