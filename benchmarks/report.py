@@ -103,9 +103,8 @@ CALLS = {
     "text by transformers": text_by("transformers"),
 }
 CALLS["prefill on a pool"].theirs["FlashInfer"] = {"package": "flashinfer"}
-SUMMARY = ["forward", "backward", "training step", "decoding, fp32 states", "decoding, bf16 states"]
 SPEED_CELLS = {
-    "forward": "2x8 1x32768, 16x32 1x8192, 16x32 4096x8, 16x64 8192x4",
+    "forward": "2x8 1x32768, 16x32 4096x8",
     "backward": "16x32 4096x8",
     "training step": "16x32 4096x8",
     "decoding, fp32 states": "16x32 1, 16x32 64",
@@ -113,7 +112,10 @@ SPEED_CELLS = {
     "forward on 2 GPUs": "16x32 1x524288",
     "training step on 2 GPUs": "16x32 1x524288",
 }
-OVERVIEW = [*SUMMARY[:3], "K = 256: forward", "K = 256: training step", *SUMMARY[3:], "prefill on a pool"]
+OVERVIEW = [
+    *("forward", "backward", "training step", "K = 256: forward", "K = 256: training step"),
+    *("decoding, fp32 states", "decoding, bf16 states", "prefill on a pool"),
+]
 # What a user has -> the call that was measured, and what its cells are, by load
 GAINS = {
     "transformers without FLA": (
@@ -215,7 +217,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def with_environment(table: str, data: dict, calls: Iterable[str]) -> str:
     """The table, and the card, driver and versions that it comes from."""
-    lines = []
+    parts_of = {}
     for card, sections in data.items():
         used = {CALLS[name].section if name in CALLS else name for name in calls} & sections.keys()
         found = [sections[name] for name in sections if name in used]
@@ -232,9 +234,17 @@ def with_environment(table: str, data: dict, calls: Iterable[str]) -> str:
             where = "" if set(older) == used & TAKE_QKV else f" in the sections {', '.join(sorted(older))}"
             parts.append(f"contiguous q, k and v{where}")
         if found:
-            lines.append(f"{card}: {', '.join(parts)}.")
+            parts_of[card] = parts
+    if not parts_of:
+        return "Not measured on any card."
+    first, *others = parts_of.values()
+    common = [part for part in first if all(part in parts for parts in others)]
+    lines = [f"{' and '.join(parts_of)}: {', '.join(common)}."] if common else []
+    for card, parts in parts_of.items():
+        if rest := [part for part in parts if part not in common]:
+            lines.append(f"{card}{' also' if common else ''}: {', '.join(rest)}.")
     line = textwrap.fill(" ".join(lines), 120, break_long_words=False, break_on_hyphens=False)
-    return f"{table}\n\n{line}" if lines else "Not measured on any card."
+    return f"{table}\n\n{line}"
 
 
 def means(data: dict, calls: Iterable[str]) -> str:
@@ -257,7 +267,7 @@ def mean_of(found: dict, other: str) -> str:
     if not ratios:
         return "-"
     below = sum(ratio < 1 for ratio in ratios)
-    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f}; {below} of {len(ratios)})"
+    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f}; {below}/{len(ratios)})"
 
 
 def gain(data: dict) -> str:
@@ -313,7 +323,6 @@ def accuracy(data: dict) -> str:
 
 
 TABLES = {
-    "summary": lambda data: with_environment(means(data, SUMMARY), data, SUMMARY),
     "gain": gain,
     "cells": lambda data: cells(data, SPEED_CELLS),
     "means": lambda data: with_environment(means(data, CALLS), data, CALLS),

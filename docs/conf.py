@@ -46,7 +46,7 @@ napoleon_custom_sections = [(name, "params_style") for name in ("Results", "Othe
 SECTION = re.compile(rf"(Args|Returns|Raises):|Parameters|Other Parameters|Returns|Raises|{'|'.join(GROUPS)}|-+")
 LIST = re.compile(r"^- ([^:]+): ((?:.|\n  )+)", re.MULTILINE)
 LINK = re.compile(r"\]\((\w+)\.md\)")
-API = re.compile(r"^<!-- api:(.+?)-->$", re.MULTILINE | re.DOTALL)
+API = re.compile(r"^\| function of `([\w.]+)` .*\n((?:\|.*\n)+)\n<!-- api -->$", re.MULTILINE)
 
 
 def plain_docstring(app, what, name, obj, options, lines):
@@ -69,26 +69,29 @@ def plain_docstring(app, what, name, obj, options, lines):
 
 def readable_source(app, page, source):
     """What a page says as plain Markdown, for readers of the file, and Sphinx needs as directives: the front page's
-    lists of links are the site's tree, and comments of api.md name what is described below them."""
+    lists of links are the site's tree, and the functions of api.md's tables are described below the table."""
     if page == "index":
         for caption, links in LIST.findall(source[0]):
             source[0] += "\n".join(
                 ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *LINK.findall(links), "```", ""]
             )
     if page == "api":
-        source[0] = API.sub(lambda x: "\n".join(["```{eval-rst}", *map(directive, x[1].split()), "```"]), source[0])
+        source[0] = API.sub(lambda x: x[0] + described(x[1], x[2]), source[0])
+        source[0] = source[0].replace("<!-- api ops -->", "```{op-schemas}\n```")
 
 
-def directive(name: str) -> str:
-    """`flash_qla.name` is a function or a class, `flash_qla.module.*` all of a module, `ops` the ops."""
-    if name == "ops":
-        return ".. op-schemas::\n"
-    module, star, _ = name.partition(".*")
-    if star:
-        return f".. automodule:: {module}\n   :members:\n"
-    path, _, member = name.rpartition(".")
-    kind = "class" if isinstance(getattr(importlib.import_module(path), member), type) else "function"
-    return f".. auto{kind}:: {name}\n" + ("   :members:\n" if kind == "class" else "")
+def described(module: str, table: str) -> str:
+    """Directives for the names in the first column of a table."""
+    lines = ["", "", "```{eval-rst}"]
+    for name in re.findall(r"`([\w.]+)`", "\n".join(row.split("|")[1] for row in table.splitlines())):
+        path, _, member = f"{module}.{name}".rpartition(".")
+        is_class = isinstance(getattr(importlib.import_module(path), member), type)
+        lines += [
+            f".. auto{'class' if is_class else 'function'}:: {path}.{member}",
+            "   :members:" if is_class else "",
+            "",
+        ]
+    return "\n".join([*lines, "```"])
 
 
 class OpSchemas(Directive):
