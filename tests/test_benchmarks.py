@@ -225,7 +225,7 @@ def test_region(on_cpu, capsys):
 
 TINY = ["--heads", "1x2"]
 TINY_SECTIONS = {
-    **{name: [*TINY, "--batches", "1"] for name in ("decode", "plain", "drafts")},
+    **{name: [*TINY, "--batches", "1"] for name in ("decode", "decode_region", "plain", "drafts")},
     "accuracy": ["--cases", "2x8 1x1"],
     "host": [*TINY, "--device", "cpu", "--batches", "1"],
 }

@@ -60,6 +60,16 @@ def test_tables_are_those_of_the_results():
         assert report.filled(page.read_text(), data) == page.read_text(), f"{page}: run benchmarks/report.py"
 
 
+def test_sentences_have_figures_of_the_results():
+    """What engines.md says to expect stands in the table of what users gain."""
+    (sentence,) = re.findall(
+        r"^\*\*Expect\*\*.*?\n\n", (ROOT / "docs/engines.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    gained = report.gain(report.load(report.RESULTS))
+    figures = re.findall(r"\d\.\d\d", sentence)
+    assert len(figures) == 6 and set(figures) <= set(re.findall(r"\d\.\d\d", gained))
+
+
 def test_the_figure_is_that_of_the_results():
     assert report.overview(report.load(report.RESULTS)) == report.FIGURE.read_text(), "run benchmarks/report.py"
 
