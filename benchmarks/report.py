@@ -109,8 +109,6 @@ SPEED_CELLS = {
     "training step": "16x32 4096x8",
     "decoding, fp32 states": "16x32 1, 16x32 64",
     "decoding, bf16 states": "16x32 64",
-    "forward on 2 GPUs": "16x32 1x524288",
-    "training step on 2 GPUs": "16x32 1x524288",
 }
 OF_CALLS = [name for name in CALLS if CALLS[name].section != "generation"]
 OVERVIEW = [
