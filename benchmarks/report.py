@@ -108,7 +108,6 @@ SPEED_CELLS = {
     "backward": "16x32 4096x8",
     "training step": "16x32 4096x8",
     "decoding, fp32 states": "16x32 1, 16x32 64",
-    "decoding, bf16 states": "16x32 64",
 }
 OF_CALLS = [name for name in CALLS if CALLS[name].section != "generation"]
 OVERVIEW = [
@@ -124,15 +123,15 @@ GAINS = {
     "FLA's layers, K = 256": (CALLS["K = 256: training step"], {"": "training step of the operator"}),
     "transformers' `generate()`": (
         CALLS["text by transformers"],
-        {"batch 1": "one text, tokens a second", "batch 16": "16 texts, tokens a second"},
+        {"batch 1": "one text", "batch 16": "16 texts"},
     ),
     "vLLM 0.33.0": (
         CALLS["text by vLLM"],
-        {"prefill": "prompts of 2048 tokens, tokens a second", "decode": "64 requests decoding, tokens a second"},
+        {"prefill": "prompts of 2048 tokens", "decode": "64 requests decoding"},
     ),
     "SGLang 0.5.17": (
         CALLS["text by SGLang"],
-        {"prefill": "prompts of 2048 tokens, tokens a second", "decode": "64 requests decoding, tokens a second"},
+        {"prefill": "prompts of 2048 tokens", "decode": "64 requests decoding"},
     ),
 }
 # Sections of calls whose q, k and v may be slices
