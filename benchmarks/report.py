@@ -1,17 +1,18 @@
-"""The tables of README.md and docs/, from the results in benchmarks/results.
+"""The tables of README.md and docs/, and docs/overview.svg, from the results in benchmarks/results.
 
     python benchmarks/report.py
 
 A page has a table between two lines, `<!-- report: NAME -->` and `<!-- end report -->`. NAME is a key of TABLES. The
-results are h100.json of all.py, wide_h100.json of its sections for wide keys, context_parallelism_h100.json and
-generation_h100.json, each also with h200. A figure that is in no file is "-". In cells with the field `qkv` q, k and v
-are slices of one tensor, or contiguous in the variants that are called so; cells without it are older, and had
-contiguous ones, which the line below their table says.
+results are h100.json of all.py, wide_h100.json of its sections for wide keys, context_parallelism_h100.json,
+generation_h100.json and train_h100.json of examples/train.py, each also with h200. A figure that is in no file is "-".
+In cells with the field `qkv` q, k and v are slices of one tensor, or contiguous in the variants that are called so;
+cells without it are older, and had contiguous ones, which the line below their table says.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import re
 import statistics
@@ -23,6 +24,7 @@ from common import geometric_mean, heads_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
+FIGURE = ROOT / "docs/overview.svg"
 CARDS = ("H100", "H200")
 TABLE = re.compile(r"^<!-- report: (\S+) -->$.*?^<!-- end report -->$", re.MULTILINE | re.DOTALL)
 PACKAGES = {
@@ -101,18 +103,36 @@ CALLS = {
     "text by transformers": text_by("transformers"),
 }
 CALLS["prefill on a pool"].theirs["FlashInfer"] = {"package": "flashinfer"}
-SUMMARY = ["forward", "backward", "training step", "decoding, fp32 states", "decoding, bf16 states"]
-README_CELLS = {
-    "forward": "2x8 1x2048, 2x8 1x32768, 4x16 8192x4, 16x32 1x8192, 16x32 4096x8, 16x64 1x32768, 16x64 8192x4",
-}
 SPEED_CELLS = {
-    "forward": "2x8 1x8192, 16x32 4096x8, 16x64 8192x4",
+    "forward": "2x8 1x32768, 16x32 4096x8",
     "backward": "16x32 4096x8",
     "training step": "16x32 4096x8",
-    "decoding, fp32 states": "16x32 1, 16x32 64, 16x64 256",
-    "decoding, bf16 states": "16x32 64",
-    "forward on 2 GPUs": "2x8 1x131072, 16x32 1x524288",
-    "training step on 2 GPUs": "2x8 1x131072, 16x32 1x524288",
+    "decoding, fp32 states": "16x32 1, 16x32 64",
+}
+OF_CALLS = [name for name in CALLS if CALLS[name].section != "generation"]
+OVERVIEW = [
+    *("forward", "backward", "training step", "K = 256: forward", "K = 256: training step"),
+    *("decoding, fp32 states", "decoding, bf16 states", "prefill on a pool"),
+]
+# What a user has -> the call that was measured, and what its cells are, by load
+GAINS = {
+    "transformers without FLA": (
+        Call("train", {"package": "flash_qla"}, {"torch": {"package": "torch"}}, "step_ms"),
+        {"": "training step of a small Qwen3-Next"},
+    ),
+    "FLA's layers, K = 256": (CALLS["K = 256: training step"], {"": "training step of the operator"}),
+    "transformers' `generate()`": (
+        CALLS["text by transformers"],
+        {"batch 1": "one text", "batch 16": "16 texts"},
+    ),
+    "vLLM 0.33.0": (
+        CALLS["text by vLLM"],
+        {"prefill": "prompts of 2048 tokens", "decode": "64 requests decoding"},
+    ),
+    "SGLang 0.5.17": (
+        CALLS["text by SGLang"],
+        {"prefill": "prompts of 2048 tokens", "decode": "64 requests decoding"},
+    ),
 }
 # Sections of calls whose q, k and v may be slices
 TAKE_QKV = {"forward", "backward", "wide", "wide_step", "prefill", "context_parallelism"}
@@ -132,7 +152,17 @@ def load(folder: Path) -> dict[str, dict[str, dict]]:
                 for name, x in results.get("sections", {file.rpartition("_")[0]: results}).items():
                     environment = results["environment"] | x.get("environment", {})
                     found.setdefault(name, {"environment": environment, "cells": list(flat(x["cells"], found))})
+        if (folder / f"train_{card.lower()}.json").exists():
+            results = json.loads((folder / f"train_{card.lower()}.json").read_text())
+            data.setdefault(card, {})["train"] = {"environment": results["versions"], "cells": trained(results)}
     return data
+
+
+def trained(results: dict) -> list[dict]:
+    """Cells of train.py: a step of each run."""
+    runs = [(name, run) for name, run in results["runs"].items() if "seconds_per_step" in run]
+    size = {"heads": "4x8", "sequences": "8x1024"}
+    return [{"package": name, **size, "step_ms": 1e3 * run["seconds_per_step"]} for name, run in runs]
 
 
 def flat(cells: list[dict], sections: dict[str, dict]) -> Iterator[dict]:
@@ -185,7 +215,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def with_environment(table: str, data: dict, calls: Iterable[str]) -> str:
     """The table, and the card, driver and versions that it comes from."""
-    lines = []
+    parts_of = {}
     for card, sections in data.items():
         used = {CALLS[name].section if name in CALLS else name for name in calls} & sections.keys()
         found = [sections[name] for name in sections if name in used]
@@ -202,13 +232,21 @@ def with_environment(table: str, data: dict, calls: Iterable[str]) -> str:
             where = "" if set(older) == used & TAKE_QKV else f" in the sections {', '.join(sorted(older))}"
             parts.append(f"contiguous q, k and v{where}")
         if found:
-            lines.append(f"{card}: {', '.join(parts)}.")
+            parts_of[card] = parts
+    if not parts_of:
+        return "Not measured on any card."
+    first, *others = parts_of.values()
+    common = [part for part in first if all(part in parts for parts in others)]
+    lines = [f"{' and '.join(parts_of)}: {', '.join(common)}."] if common else []
+    for card, parts in parts_of.items():
+        if rest := [part for part in parts if part not in common]:
+            lines.append(f"{card}{' also' if common else ''}: {', '.join(rest)}.")
     line = textwrap.fill(" ".join(lines), 120, break_long_words=False, break_on_hyphens=False)
-    return f"{table}\n\n{line}" if lines else "Not measured on any card."
+    return f"{table}\n\n{line}"
 
 
 def means(data: dict, calls: Iterable[str]) -> str:
-    """Geometric means of the others' figures over flash_qla's."""
+    """Geometric means of the others' figures over flash_qla's, the least one, and how many of the cells are below 1."""
     rows = []
     for name in calls:
         for other in CALLS[name].theirs:
@@ -218,26 +256,43 @@ def means(data: dict, calls: Iterable[str]) -> str:
     return markdown(["call", "compared with", *data], rows)
 
 
+def ratios_of(found: dict, other: str) -> list[float]:
+    return [of_others[other] for _, of_others in found.values() if other in of_others]
+
+
 def mean_of(found: dict, other: str) -> str:
-    ratios = [of_others[other] for _, of_others in found.values() if other in of_others]
+    ratios = ratios_of(found, other)
     if not ratios:
         return "-"
     below = sum(ratio < 1 for ratio in ratios)
-    return f"{geometric_mean(ratios):.2f} (least {min(ratios):.2f}, {below} of {len(ratios)} below 1)"
+    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f}; {below}/{len(ratios)})"
+
+
+def gain(data: dict) -> str:
+    """What users of other packages gain: the geometric mean, and the range."""
+    rows = []
+    for name, (call, loads) in GAINS.items():
+        for card, sections in data.items():
+            found = figures(sections, call)
+            for load, measured in loads.items():
+                ratios = [x for key, (_, others) in found.items() if key[-1] == load for x in others.values()]
+                if ratios:
+                    span = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+                    rows.append([name, measured, card, f"{geometric_mean(ratios):.2f}{span}"])
+    return markdown(["you have", "measured", "card", "times faster"], rows)
 
 
 def cells(data: dict, rows: dict[str, str]) -> str:
-    """flash_qla's figures, and the others' over its own, in the cells of each call: 'HEADS SEQUENCES, ...'."""
-    header, lines = ["call", "heads", "sequences"], []
-    for card in data:
-        header += [card, "of the floor", "others"]
-    for name, places in rows.items():
-        for place in places.split(", "):
-            line = [name, *place.split(" ")]
-            for sections in data.values():
-                line += texts_of(CALLS[name], figures(sections, CALLS[name]), tuple(place.split(" ")))
-            lines.append(line)
-    return markdown(header, lines)
+    """A table for each card: flash_qla's figures, and the others' over its own, in the cells of each call:
+    'HEADS SEQUENCES, ...'."""
+    tables = []
+    for card, sections in data.items():
+        found = {name: figures(sections, CALLS[name]) for name in rows}
+        places = [(name, *place.split(" ")) for name, text in rows.items() for place in text.split(", ")]
+        lines = [[*place, *texts_of(CALLS[place[0]], found[place[0]], place[1:])] for place in places]
+        lines = [line for line in lines if line[3] != "-"]
+        tables.append(markdown(["call", "heads", "sequences", card, "of the floor", "others"], lines))
+    return "\n\n".join(tables)
 
 
 def texts_of(call: Call, found: dict, place: tuple[str, ...]) -> list[str]:
@@ -266,12 +321,60 @@ def accuracy(data: dict) -> str:
 
 
 TABLES = {
-    "forward": lambda data: with_environment(cells(data, README_CELLS), data, README_CELLS),
-    "summary": lambda data: with_environment(means(data, SUMMARY), data, SUMMARY),
+    "gain": gain,
     "cells": lambda data: cells(data, SPEED_CELLS),
-    "means": lambda data: with_environment(means(data, CALLS), data, CALLS),
+    "means": lambda data: with_environment(means(data, OF_CALLS), data, OF_CALLS),
     "accuracy": lambda data: with_environment(accuracy(data), data, ["accuracy"]),
 }
+
+
+# The figure
+
+
+def overview(data: dict) -> str:
+    """An SVG of the geometric means, a dot for each card: the call on which the first card gains most is on top."""
+    rows = []
+    for name in OVERVIEW:
+        for other in CALLS[name].theirs:
+            found = [(card, ratios_of(figures(sections, CALLS[name]), other)) for card, sections in data.items()]
+            dots = {card: geometric_mean(ratios) for card, ratios in found if ratios}
+            if dots and other in (*PACKAGES.values(), "vLLM/SGLang"):
+                rows.append((f"{name}: {other}" if ": " not in name else f"{name}, {other}", dots))
+    rows.sort(key=lambda row: -next(iter(row[1].values())))
+    left, right, top, step = 222, 410, 46, 24
+    most = max(max(dots.values()) for _, dots in rows)
+
+    def place(ratio: float) -> str:
+        return f"{left + 8 + (right - left - 50) * (ratio - 0.9) / (most - 0.9):.1f}"
+
+    def text(x, y, content: str, more="") -> str:
+        return f'<text x="{x}" y="{y}"{more}>{html.escape(content)}</text>'
+
+    colors = dict(zip(data, ("#0b6e99", "#d9822b"), strict=False))
+    bottom = top + step * len(rows)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 420 {bottom + 6}" width="560" role="img"',
+        '  font-family="sans-serif" font-size="13" fill="#222">',
+        f'<rect width="420" height="{bottom + 6}" fill="#fff"/>',
+        text(8, 18, "Time of others over flash_qla's", ' font-weight="bold"'),
+        *(
+            f'<circle cx="{248 + 72 * i}" cy="14" r="5" fill="{color}"/>' + text(258 + 72 * i, 18, card)
+            for i, (card, color) in enumerate(colors.items())
+        ),
+        f'<path d="M{place(1)} {top - 10}V{bottom - 4}" stroke="#999" stroke-dasharray="3 3"/>',
+        text(place(1), top - 14, "1", ' text-anchor="middle" fill="#666"'),
+    ]
+    for i, (name, dots) in enumerate(rows):
+        y = top + step * i + 8
+        lines.append(text(left, y + 4, name, ' text-anchor="end"'))
+        lines.append(f'<path d="M{place(1)} {y}H{place(max(dots.values()))}" stroke="#ccc" stroke-width="3"/>')
+        lines += [f'<circle cx="{place(x)}" cy="{y}" r="5" fill="{colors[card]}"/>' for card, x in dots.items()]
+        x = float(place(max(dots.values()))) + 8
+        lines.append(text(f"{x:.1f}", y + 4, f"{max(dots.values()):.1f}"))
+    return "\n".join([*lines, "</svg>", ""])
+
+
+# Pages
 
 
 def filled(text: str, data: dict) -> str:
@@ -286,5 +389,7 @@ def pages() -> list[Path]:
 
 
 if __name__ == "__main__":
+    results = load(RESULTS)
+    FIGURE.write_text(overview(results))
     for page in pages():
-        page.write_text(filled(page.read_text(), load(RESULTS)))
+        page.write_text(filled(page.read_text(), results))

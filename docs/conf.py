@@ -1,5 +1,6 @@
 """The documentation's site: `sphinx-build -W --keep-going docs build/docs`, with the package installed."""
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -22,13 +23,30 @@ html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["wide.css"]
 html_title = f"flash_qla {release}"
+html_show_copyright = False
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_mock_imports = ["fla"]  # of flash_qla.integrations.fla
-napoleon_custom_sections = [("Results", "params_style")]
+# Groups of arguments, and results that have names
+GROUPS = (
+    "States",
+    "Packed sequences",
+    "Activations inside",
+    "Splits and ranks",
+    "Kept states",
+    "Drafts",
+    "Other packages",
+)
+napoleon_custom_sections = [(name, "params_style") for name in ("Results", "Other Parameters", *GROUPS)]
+
+
+SECTION = re.compile(rf"(Args|Returns|Raises):|Parameters|Other Parameters|Returns|Raises|{'|'.join(GROUPS)}|-+")
+LIST = re.compile(r"^- ([^:]+): ((?:.|\n  )+)", re.MULTILINE)
+LINK = re.compile(r"\]\((\w+)\.md\)")
+API = re.compile(r"^\| function of `([\w.]+)` .*\n((?:\|.*\n)+)\n<!-- api -->$", re.MULTILINE)
 
 
 def plain_docstring(app, what, name, obj, options, lines):
@@ -39,7 +57,7 @@ def plain_docstring(app, what, name, obj, options, lines):
     for line in lines:
         indented = line.startswith(" ")
         if line and not indented:
-            literal, section = False, re.fullmatch(r"(Args|Returns|Raises):", line) is not None
+            literal, section = False, section or SECTION.fullmatch(line) is not None
         elif indented and blank and not literal and not section:
             found += ["::", ""]
             literal = True
@@ -47,6 +65,33 @@ def plain_docstring(app, what, name, obj, options, lines):
         blank = not line
     text = "\n".join(found)
     lines[:] = re.sub(r"^Returns:(?=\n +[\w, \\]+: )", "Results:", text, flags=re.MULTILINE).split("\n")
+
+
+def readable_source(app, page, source):
+    """What a page says as plain Markdown, for readers of the file, and Sphinx needs as directives: the front page's
+    lists of links are the site's tree, and the functions of api.md's tables are described below the table."""
+    if page == "index":
+        for caption, links in LIST.findall(source[0]):
+            source[0] += "\n".join(
+                ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *LINK.findall(links), "```", ""]
+            )
+    if page == "api":
+        source[0] = API.sub(lambda x: x[0] + described(x[1], x[2]), source[0])
+        source[0] = source[0].replace("<!-- api ops -->", "```{op-schemas}\n```")
+
+
+def described(module: str, table: str) -> str:
+    """Directives for the names in the first column of a table."""
+    lines = ["", "", "```{eval-rst}"]
+    for name in re.findall(r"`([\w.]+)`", "\n".join(row.split("|")[1] for row in table.splitlines())):
+        path, _, member = f"{module}.{name}".rpartition(".")
+        is_class = isinstance(getattr(importlib.import_module(path), member), type)
+        lines += [
+            f".. auto{'class' if is_class else 'function'}:: {path}.{member}",
+            "   :members:" if is_class else "",
+            "",
+        ]
+    return "\n".join([*lines, "```"])
 
 
 class OpSchemas(Directive):
@@ -79,4 +124,5 @@ class Formula(Directive):
 def setup(app):
     app.add_directive("formula", Formula)
     app.add_directive("op-schemas", OpSchemas)
+    app.connect("source-read", readable_source)
     app.connect("autodoc-process-docstring", plain_docstring, priority=400)  # napoleon's is 500

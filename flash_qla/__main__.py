@@ -1,4 +1,4 @@
-"""`python -m flash_qla`: the versions, all compiled kernels, and whether this machine's GPUs can run them."""
+"""`python -m flash_qla`: the versions, and last whether this machine's GPUs can run the kernels."""
 
 import argparse
 import os
@@ -99,20 +99,29 @@ def print_gpus() -> None:
 
 
 def main() -> None:
-    argparse.ArgumentParser("python -m flash_qla", description=__doc__.partition("`: ")[2]).parse_args()
-    print(f"package  flash_qla {flash_qla.__version__} in {Path(flash_qla.__file__).parent}")
+    parser = argparse.ArgumentParser("python -m flash_qla", description=__doc__.partition("`: ")[2])
+    parser.add_argument("--kernels", action="store_true", help="list every compiled kernel too")
+    parser.add_argument("--library", action="store_true", help="print the path of libflash_qla.so, and nothing else")
+    args = parser.parse_args()
+
+    package = Path(flash_qla.__file__).parent
+    if args.library:
+        print(package / "libflash_qla.so")
+        return
+    if args.kernels:
+        print_kernels()
+        print()
+    print(f"package  flash_qla {flash_qla.__version__} in {package}")
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
     print(f"runs in  PyTorch {torch.__version__} ({cuda}), Python {platform.python_version()}")
     info = _C.build_info()
     print(
-        f"built    version {info.version}, kernels by TileLang {info.tilelang} and CUDA {info.cuda}"
+        f"built    version {info.version}, {len(_C.kernels())} kernels by TileLang {info.tilelang} and CUDA {info.cuda}"
         f", C++ for the stable ABI of PyTorch {info.torch_target} and newer"
     )
-    print_gpus()
     for line in flash_qla_environment.describe():
         print(f"variable {line}")
-    print()
-    print_kernels()
+    print_gpus()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,5 @@
 """The Gated Delta Rule over whole sequences, for training and prefill.
 
-Each sequence and value head has a state S [K, V]. With log decay g_t <= 0 and step size beta_t:
-
-    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T
-    o_t = scale * S_t^T q_t
-
-Source: Songlin Yang, Jan Kautz, Ali Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
-arXiv:2412.06464.
-
 The functions are thin. The ops torch.ops.flash_qla.* check the arguments and do the work; TorchScript, torch.export and
 AOTInductor use them directly. The functions have as many parameters as the published implementations that they replace.
 """
@@ -55,12 +47,20 @@ def chunk_gated_delta_rule(
     max_seqlen: int | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The Gated Delta Rule over whole sequences; the module has the formula and the paper.
+    """The Gated Delta Rule over whole sequences.
 
         q = k = torch.randn(2, 1000, 4, 128, dtype=torch.bfloat16, device="cuda")
         v = torch.randn(2, 1000, 16, 128, dtype=torch.bfloat16, device="cuda")
         g, beta = -torch.rand(2, 1000, 16, device="cuda"), torch.rand(2, 1000, 16, device="cuda")
         o, state = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True)
+
+    Each sequence and value head has a state S [K, V]. With log decay g_t <= 0 and step size beta_t:
+
+        S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T
+        o_t = scale * S_t^T q_t
+
+    Source: Songlin Yang, Jan Kautz, Ali Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
+    arXiv:2412.06464.
 
     Tensors may have any strides. The GPU reads q, k and v in place if their last stride is 1, the start and the other
     strides are multiples of 16 bytes, and the batch's stride is T tokens, as for slices of one projection; it copies
@@ -74,74 +74,120 @@ def chunk_gated_delta_rule(
     Each gradient has the dtype of its tensor. Gradients of A_log and dt_bias are summed in float32, always in the same
     order. Autograd saves the inputs for the backward, and nothing else.
 
-    Args:
-        q, k: queries and keys, [B, T, H_k, K]. K is a multiple of 8 up to 256 on the GPU, any on the CPU.
-        v: values, [B, T, H_v, V], H_v a multiple of H_k. V is a multiple of 8 up to 512 on the GPU, any on the CPU.
-        g: log decay of each token, natural logarithm, [B, T, H_v]. A state does not grow if g is at most 0; -inf
-            forgets everything before the token. With use_gate_in_kernel: the input of the gate, any number.
-        beta: step size of each token, [B, T, H_v]; in [0, 1], or up to 2 for negative eigenvalues. With
-            use_beta_sigmoid_in_kernel: the input of the sigmoid, any number.
-        scale: factor on the output; K ** -0.5 by default.
-        initial_state: state before the first token of each sequence, [N, H_v, K, V], or [N, H_v, V, K] with
-            state_v_first; zero by default. N is B, or the number of sequences in cu_seqlens.
-        output_final_state: return the state after the last token of each sequence too.
-        use_qk_l2norm_in_kernel: replace each q_t and k_t by x * rsqrt(sum(x ** 2) + 1e-6), computed in float32. On the
-            GPU the factors of the gates are multiplied by the rsqrt, in float32. In float16 and for K above 128 the
-            backward rounds the normalized q_t and k_t to the dtype of q instead.
-        cu_seqlens: offsets of sequences packed along T, [N + 1], int32 or int64, on the device of q, from 0, not
-            decreasing, at most T; B must be 1. A sequence may be empty: its final state is its initial state. Tokens
-            from the last offset on belong to no sequence, and their output is zero. The CPU always checks the offsets.
-            On the GPU the host never reads them: wrong offsets raise nothing, but no kernel leaves the tensors.
-            FLASH_QLA_CHECK=1 in the environment reports them there too, and synchronizes.
-        head_first: only False; the head dimension is the third.
-        state_v_first: states are [N, H_v, V, K], as arguments and as results.
-        auto_cp: on the GPU, let each pass divide long sequences into splits that run in parallel, if there are too few
-            sequences and heads to fill the GPU. Where the gates decay a state, or in the backward the gradient of a
-            state, to less than 2^-24 of its norm within a split, the remainder is dropped; with auto_cp=False it never
-            is. The CPU ignores this argument.
-        enable_fwd_cp_cache: without effect. The published FlashQLA keeps maps of splits for its backward; this package
-            computes them again.
-        cp_context: the tokens are this rank's part of sequences that are spread over a process group: the result of
-            flash_qla.cp.build_cp_context, or of the function of this name of FLA or of the published FlashQLA. All
-            ranks of the group make the call, and its backward, which runs if an input requires gradients and the loss
-            depends on a result. B is 1 and T the number of the rank's tokens. The context has the offsets, and
-            cu_seqlens is ignored; N is the number of the rank's own sequences. An initial state counts on the rank that
-            has the sequence's first token, and is ignored elsewhere. A final state is the state after the rank's own
-            tokens: on the rank with the sequence's last token, that of the sequence. Gradients of A_log and dt_bias are
-            those of the rank's tokens.
-        force_intra_cp: only False, unless auto_cp is False or cp_context is given, where it has no effect.
-        state_dtype: dtype of final_state, bfloat16, float16, float32 or float64; by default that of the arithmetic. The
-            state is rounded to it once, at the end. A gradient of final_state then arrives in state_dtype.
-        use_gate_in_kernel: the log decay is -exp(A_log) * softplus(g + dt_bias), computed in float32 (float64 for
-            float64 inputs). softplus(x) is x above 20, as PyTorch's.
-        A_log: log of each head's rate of decay, natural logarithm, [H_v], any floating dtype; required with
-            use_gate_in_kernel, and None without. exp(A_log) may overflow if its product with the softplus does not.
-            -inf never decays, inf always forgets.
-        dt_bias: added to g, [H_v], any floating dtype; zero by default, and None without use_gate_in_kernel.
-        use_beta_sigmoid_in_kernel: the step size is sigmoid(beta), computed in float32 (float64 for float64 inputs).
-        allow_neg_eigval: the step size is 2 * sigmoid(beta), so that the state's transition may have negative
-            eigenvalues; only with use_beta_sigmoid_in_kernel.
-        max_seqlen: tokens of the longest sequence in cu_seqlens, if the host knows it. The GPU's kernels are then
-            chosen for this length, in the backward too. Otherwise they are chosen for likely lengths, which costs time
-            if a few sequences are much longer than others, or if all are equally long. A wrong number costs only time,
-            so leave it out when a CUDA graph will see other lengths. Ignored without cu_seqlens and with cp_context.
-        **others: keywords of other implementations. cu_seqlens_cpu: cu_seqlens on the CPU, which give max_seqlen unless
-            a compiler traces the call. Without effect: chunk_indices, chunk_size of 64, transpose_state_layout of
-            False.
+    Parameters
+    ----------
+    q : Tensor
+        Queries, [B, T, H_k, K]. K is a multiple of 8 up to 256 on the GPU, any on the CPU.
+    k : Tensor
+        Keys, as q.
+    v : Tensor
+        Values, [B, T, H_v, V], H_v a multiple of H_k. V is a multiple of 8 up to 512 on the GPU, any on the CPU.
+    g : Tensor
+        Log decay of each token, natural logarithm, [B, T, H_v]. A state does not grow if g is at most 0; -inf forgets
+        everything before the token. With use_gate_in_kernel: the input of the gate, any number.
+    beta : Tensor
+        Step size of each token, [B, T, H_v]; in [0, 1], or up to 2 for negative eigenvalues. With
+        use_beta_sigmoid_in_kernel: the input of the sigmoid, any number.
+    use_qk_l2norm_in_kernel : bool, default False
+        Replace each q_t and k_t by x * rsqrt(sum(x ** 2) + 1e-6), computed in float32. On the GPU the factors of the
+        gates are multiplied by the rsqrt, in float32. In float16 and for K above 128 the backward rounds the normalized
+        q_t and k_t to the dtype of q instead.
 
-    Returns:
-        o: [B, T, H_v, V], in the dtype of q, contiguous.
-        final_state: of the shape of initial_state, contiguous, in state_dtype; None unless output_final_state.
+    States
+    ------
+    initial_state : Tensor, optional
+        State before the first token of each sequence, [N, H_v, K, V], or [N, H_v, V, K] with state_v_first; zero by
+        default. N is B, or the number of sequences in cu_seqlens.
+    output_final_state : bool, default False
+        Return the state after the last token of each sequence too.
+    state_v_first : bool, default False
+        States are [N, H_v, V, K], as arguments and as results.
+    state_dtype : torch.dtype, optional
+        Dtype of final_state, bfloat16, float16, float32 or float64; by default that of the arithmetic. The state is
+        rounded to it once, at the end. A gradient of final_state then arrives in state_dtype.
 
-    Raises:
-        RuntimeError: an argument has the wrong device, dtype or shape; A_log is missing with use_gate_in_kernel; A_log,
-            dt_bias or allow_neg_eigval is given without its activation; max_seqlen is negative; or offsets are wrong
-            and checked. The message names the argument, what was expected and what came.
-        ValueError: the tokens are not those of cp_context.
-        TypeError: a keyword in **others is unknown; it or head_first has another value; a list, an array or a
-            NestedTensor came where a tensor is expected; or state_dtype is no dtype.
-        NotImplementedError: force_intra_cp is True; gradients made with create_graph=True are differentiated again;
-            forward-mode differentiation; or, with cp_context, a transform of torch.func.
+    Packed sequences
+    ----------------
+    cu_seqlens : Tensor, optional
+        Offsets of sequences packed along T, [N + 1], int32 or int64, on the device of q, from 0, not decreasing, at
+        most T; B must be 1. A sequence may be empty: its final state is its initial state. Tokens from the last offset
+        on belong to no sequence, and their output is zero. The CPU always checks the offsets. On the GPU the host never
+        reads them: wrong offsets raise nothing, but no kernel leaves the tensors. FLASH_QLA_CHECK=1 in the environment
+        reports them there too, and synchronizes.
+    max_seqlen : int, optional
+        Tokens of the longest sequence in cu_seqlens, if the host knows it. The GPU's kernels are then chosen for this
+        length, in the backward too. Otherwise they are chosen for likely lengths, which costs time if a few sequences
+        are much longer than others, or if all are equally long. A wrong number costs only time, so leave it out when a
+        CUDA graph will see other lengths. Ignored without cu_seqlens and with cp_context.
+
+    Activations inside
+    ------------------
+    use_gate_in_kernel : bool, default False
+        The log decay is -exp(A_log) * softplus(g + dt_bias), computed in float32 (float64 for float64 inputs).
+        softplus(x) is x above 20, as PyTorch's.
+    A_log : Tensor, optional
+        Log of each head's rate of decay, natural logarithm, [H_v], any floating dtype; required with
+        use_gate_in_kernel, and None without. exp(A_log) may overflow if its product with the softplus does not. -inf
+        never decays, inf always forgets.
+    dt_bias : Tensor, optional
+        Added to g, [H_v], any floating dtype; zero by default, and None without use_gate_in_kernel.
+    use_beta_sigmoid_in_kernel : bool, default False
+        The step size is sigmoid(beta), computed in float32 (float64 for float64 inputs).
+    allow_neg_eigval : bool, default False
+        The step size is 2 * sigmoid(beta), so that the state's transition may have negative eigenvalues; only with
+        use_beta_sigmoid_in_kernel.
+
+    Other Parameters
+    ----------------
+    scale : float, optional
+        Factor on the output; K ** -0.5 by default.
+    auto_cp : bool, default True
+        On the GPU, let each pass divide long sequences into splits that run in parallel, if there are too few sequences
+        and heads to fill the GPU. Where the gates decay a state, or in the backward the gradient of a state, to less
+        than 2^-24 of its norm within a split, the remainder is dropped; with auto_cp=False it never is. The CPU ignores
+        this argument.
+    cp_context : CPContext | FlashQLACPContext, optional
+        The tokens are this rank's part of sequences that are spread over a process group: the result of
+        flash_qla.cp.build_cp_context, or of the function of this name of FLA or of the published FlashQLA. All ranks of
+        the group make the call, and its backward, which runs if an input requires gradients and the loss depends on a
+        result. B is 1 and T the number of the rank's tokens. The context has the offsets, and cu_seqlens is ignored; N
+        is the number of the rank's own sequences. An initial state counts on the rank that has the sequence's first
+        token, and is ignored elsewhere. A final state is the state after the rank's own tokens: on the rank with the
+        sequence's last token, that of the sequence. Gradients of A_log and dt_bias are those of the rank's tokens.
+
+    Other packages
+    --------------
+    head_first : bool, default False
+        Only False; the head dimension is the third.
+    enable_fwd_cp_cache : bool, default True
+        Without effect. The published FlashQLA keeps maps of splits for its backward; this package computes them again.
+    force_intra_cp : bool, default False
+        Only False, unless auto_cp is False or cp_context is given, where it has no effect.
+    **others : object
+        Keywords of other implementations. cu_seqlens_cpu: cu_seqlens on the CPU, which give max_seqlen unless a
+        compiler traces the call. Without effect: chunk_indices, chunk_size of 64, transpose_state_layout of False.
+
+    Returns
+    -------
+    o
+        [B, T, H_v, V], in the dtype of q, contiguous.
+    final_state
+        Of the shape of initial_state, contiguous, in state_dtype; None unless output_final_state.
+
+    Raises
+    ------
+    RuntimeError
+        An argument has the wrong device, dtype or shape; A_log is missing with use_gate_in_kernel; A_log, dt_bias or
+        allow_neg_eigval is given without its activation; max_seqlen is negative; or offsets are wrong and checked. The
+        message names the argument, what was expected and what came.
+    ValueError
+        The tokens are not those of cp_context.
+    TypeError
+        A keyword in **others is unknown; it or head_first has another value; a list, an array or a NestedTensor came
+        where a tensor is expected; or state_dtype is no dtype.
+    NotImplementedError
+        force_intra_cp is True; gradients made with create_graph=True are differentiated again; forward-mode
+        differentiation; or, with cp_context, a transform of torch.func.
     """
     if others or head_first is not False:
         check_ignored(chunk_gated_delta_rule, {"head_first": head_first, **others})
@@ -200,23 +246,33 @@ def chunk_gated_delta_rule_packed(
     The backward writes one gradient of the shape of mixed_qkv, where autograd would otherwise put those of three slices
     together.
 
-    Args:
-        mixed_qkv: [B, T, 2 H_k K + H_v V], any strides: the heads of q, then of k, then of v of each token. H_v is the
-            number of heads of g, and V follows.
-        num_k_heads, head_k_dim: H_k and K.
-        g, beta, scale, initial_state, output_final_state: as those of chunk_gated_delta_rule.
-        use_qk_l2norm_in_kernel, cu_seqlens, state_v_first, auto_cp: as those of chunk_gated_delta_rule.
-        state_dtype, use_gate_in_kernel, A_log, dt_bias: as those of chunk_gated_delta_rule.
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, max_seqlen: as those of chunk_gated_delta_rule.
+    As in chunk_gated_delta_rule: g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+    cu_seqlens, state_v_first, auto_cp, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
+    allow_neg_eigval, max_seqlen.
 
-    Returns:
-        o, final_state: as chunk_gated_delta_rule. They can be differentiated likewise, with respect to mixed_qkv.
+    Parameters
+    ----------
+    mixed_qkv : Tensor
+        [B, T, 2 H_k K + H_v V], any strides: the heads of q, then of k, then of v of each token. H_v is the number of
+        heads of g, and V follows.
+    num_k_heads : int
+        H_k.
+    head_k_dim : int
+        K.
 
-    Raises:
-        RuntimeError: as chunk_gated_delta_rule; or the channels of mixed_qkv are not 2 H_k K + H_v V.
-        TypeError: a list, an array or a NestedTensor came where a tensor is expected; or state_dtype is no dtype.
-        NotImplementedError: gradients made with create_graph=True are differentiated again; or forward-mode
-            differentiation.
+    Returns
+    -------
+    o, final_state
+        As chunk_gated_delta_rule. They can be differentiated likewise, with respect to mixed_qkv.
+
+    Raises
+    ------
+    RuntimeError
+        As chunk_gated_delta_rule; or the channels of mixed_qkv are not 2 H_k K + H_v V.
+    TypeError
+        A list, an array or a NestedTensor came where a tensor is expected; or state_dtype is no dtype.
+    NotImplementedError
+        Gradients made with create_graph=True are differentiated again; or forward-mode differentiation.
     """
     try:
         o, final_state = autograd.call(
@@ -260,30 +316,37 @@ def chunk_gated_delta_rule_intermediates(
     This is the op chunk_gated_delta_rule_fwd. The function of that name (flash_qla.published) has the published
     FlashQLA's arguments and a sixth result.
 
-    Arguments, autocast and the gradients of o and final_state are those of chunk_gated_delta_rule. The results g, A and
-    h do not require gradients.
+    Autocast, the gradients of o and final_state and the other arguments are those of chunk_gated_delta_rule. The
+    results g, A and h do not require gradients. g, A and o are zero for tokens from the last offset of cu_seqlens on.
 
-    Args:
-        output_h: return the state at the start of each chunk too.
+    Parameters
+    ----------
+    output_h : bool, default False
+        Return the state at the start of each chunk too.
 
-    Returns:
-        g: [B, T, H_v], float32 (float64 for float64 inputs): the sum of the log decay, natural logarithm, from the
-            chunk's first token to this one. Where e^g is 0 in that arithmetic the CPU has -inf, and the sum begins
-            anew after that token; the GPU takes a g below -1024 as -1024.
-        A: [B, T, H_v, 64], dtype of q: row i of a chunk is row i of (I + stril(diag(beta) K K^T)) ** -1, where stril is
-            the part below the diagonal and K the chunk's keys, after the l2norm if there is one. A has no gates. A
-            chunk of fewer than 64 tokens has zeros in the other columns. For |k_t| <= 1 and beta <= 2 no entry below
-            the diagonal is larger than beta. Longer keys may make entries large, and float16 may overflow.
-        h: state at the start of each chunk, dtype of q, [B, ceil(T / 64), H_v, K, V] or, with state_v_first,
-            [..., V, K]; None unless output_h. With cu_seqlens it is [1, (T + 63 * N) // 64, H_v, K, V]: the chunks of
-            the first sequence, those of the second and so on, then zeros. The number of chunks is an upper bound that
-            depends on shapes only. V comes before K in memory: without state_v_first h is a transposed view.
-        final_state: as chunk_gated_delta_rule.
+    Returns
+    -------
+    g
+        [B, T, H_v], float32 (float64 for float64 inputs): the sum of the log decay, natural logarithm, from the chunk's
+        first token to this one. Where e^g is 0 in that arithmetic the CPU has -inf, and the sum begins anew after that
+        token; the GPU takes a g below -1024 as -1024.
+    A
+        [B, T, H_v, 64], dtype of q: row i of a chunk is row i of (I + stril(diag(beta) K K^T)) ** -1, where stril is
+        the part below the diagonal and K the chunk's keys, after the l2norm if there is one. A has no gates. A chunk of
+        fewer than 64 tokens has zeros in the other columns. For |k_t| <= 1 and beta <= 2 no entry below the diagonal is
+        larger than beta. Longer keys may make entries large, and float16 may overflow.
+    h
+        State at the start of each chunk, dtype of q, [B, ceil(T / 64), H_v, K, V] or, with state_v_first, [..., V, K];
+        None unless output_h. With cu_seqlens it is [1, (T + 63 * N) // 64, H_v, K, V]: the chunks of the first
+        sequence, those of the second and so on, then zeros. The number of chunks is an upper bound that depends on
+        shapes only. V comes before K in memory: without state_v_first h is a transposed view.
+    final_state
+        As chunk_gated_delta_rule.
 
-        g, A and o are zero for tokens from the last offset of cu_seqlens on.
-
-    Raises:
-        RuntimeError, TypeError, NotImplementedError: as chunk_gated_delta_rule.
+    Raises
+    ------
+    RuntimeError, TypeError, NotImplementedError
+        As chunk_gated_delta_rule.
     """
     try:
         g_cumsum, A, o, h, final_state = autograd.call(
@@ -415,44 +478,58 @@ def chunk_gated_delta_rule_bwd(
         dS'  =  a_t (dS - k_t dv_t^T)               dk_t = dS w_t - a_t S_{t-1} dv_t
         dg_t =  <dS', S_{t-1}>                      dS  <- dS'
 
-    The last dS is dh0. This is the chain rule on the module's formula. The GPU works on chunks, and computes their
+    The last dS is dh0. This is the chain rule on the formula. The GPU works on chunks, and computes their
     matrices and states again.
 
-    Args:
-        q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, use_qk_l2norm_in_kernel: as in the
-            forward call.
-        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval: as in the forward call.
-        max_seqlen: as in the forward call.
-        g: [B, T, H_v], the first result of chunk_gated_delta_rule_fwd: the sum of the log decay within each chunk. None
-            if g_raw is given: the sums are then computed again, at no cost.
-        A: [B, T, H_v, 64], dtype of q, the second result of chunk_gated_delta_rule_fwd, or None. It is checked, but not
-            read.
-        cp_cache: the last result of the forward call; required with a cp_context of ranks, and None without.
-        cp_context: as in the forward call. All ranks make the call.
-        do: gradient of o, [B, T, H_v, V], any floating dtype; converted to the dtype of q. It may be expanded.
-        dht: gradient of the final state, of the shape of initial_state, any floating dtype; zero by default.
-        g_raw: the g of the forward call, [B, T, H_v], any floating dtype; required with use_gate_in_kernel or without
-            g, and otherwise None.
+    As in chunk_gated_delta_rule: q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp,
+    use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+    max_seqlen, cp_context.
 
-    Returns:
-        dq, dk: [B, T, H_k, K], dtype of q, summed over the value heads that share a query/key head. With
-            use_qk_l2norm_in_kernel they are gradients of q and k before the normalization.
-        dv: [B, T, H_v, V], dtype of q.
-        db, dg: [B, T, H_v], float32 (float64 for float64 inputs), gradients of the step size and of the log decay of
-            each token. With use_beta_sigmoid_in_kernel db is the gradient of beta, in its dtype; with
-            use_gate_in_kernel dg is that of g_raw, in its dtype.
-        dh0: gradient of initial_state, in its shape, float32 (float64 for float64 inputs); None without initial_state.
-            An empty sequence has dht.
-        dA_log, ddt_bias: only with use_gate_in_kernel, so that the results are six or eight. Gradients of A_log and
-            dt_bias, [H_v], float32 (float64 for float64 inputs), summed over all tokens, always in the same order;
-            ddt_bias is None without dt_bias.
+    All are contiguous, require no gradients, and are zero at tokens from the last offset of cu_seqlens on.
 
-        All are contiguous, require no gradients, and are zero at tokens from the last offset of cu_seqlens on.
+    Parameters
+    ----------
+    do : Tensor
+        Gradient of o, [B, T, H_v, V], any floating dtype; converted to the dtype of q. It may be expanded.
+    dht : Tensor, optional
+        Gradient of the final state, of the shape of initial_state, any floating dtype; zero by default.
+    g : Tensor or None
+        [B, T, H_v], the first result of chunk_gated_delta_rule_fwd: the sum of the log decay within each chunk. None if
+        g_raw is given: the sums are then computed again, at no cost.
+    A : Tensor or None
+        [B, T, H_v, 64], dtype of q, the second result of chunk_gated_delta_rule_fwd, or None. It is checked, but not
+        read.
+    g_raw : Tensor, optional
+        The g of the forward call, [B, T, H_v], any floating dtype; required with use_gate_in_kernel or without g, and
+        otherwise None.
+    cp_cache : CPCache, optional
+        The last result of the forward call; required with a cp_context of ranks, and None without.
 
-    Raises:
-        RuntimeError: as chunk_gated_delta_rule; or g_raw is missing where it is required, or given where it is not.
-        TypeError: a list, an array or a NestedTensor came where a tensor is expected; or cp_cache is not that of the
-            forward call.
+    Returns
+    -------
+    dq, dk
+        [B, T, H_k, K], dtype of q, summed over the value heads that share a query/key head. With
+        use_qk_l2norm_in_kernel they are gradients of q and k before the normalization.
+    dv
+        [B, T, H_v, V], dtype of q.
+    db, dg
+        [B, T, H_v], float32 (float64 for float64 inputs), gradients of the step size and of the log decay of each
+        token. With use_beta_sigmoid_in_kernel db is the gradient of beta, in its dtype; with use_gate_in_kernel dg is
+        that of g_raw, in its dtype.
+    dh0
+        Gradient of initial_state, in its shape, float32 (float64 for float64 inputs); None without initial_state. An
+        empty sequence has dht.
+    dA_log, ddt_bias
+        Only with use_gate_in_kernel, so that the results are six or eight. Gradients of A_log and dt_bias, [H_v],
+        float32 (float64 for float64 inputs), summed over all tokens, always in the same order; ddt_bias is None without
+        dt_bias.
+
+    Raises
+    ------
+    RuntimeError
+        As chunk_gated_delta_rule; or g_raw is missing where it is required, or given where it is not.
+    TypeError
+        A list, an array or a NestedTensor came where a tensor is expected; or cp_cache is not that of the forward call.
     """
     cp_context, cu_seqlens, auto_cp = published.ranks_of(cp_context, cu_seqlens, auto_cp)
     published.check_cache(cp_cache, cp_context)

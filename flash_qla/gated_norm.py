@@ -39,25 +39,37 @@ def gated_rms_norm(
     of weight is summed in float32, always in the same order. Autograd saves the inputs for the backward, and nothing
     else.
 
-    Args:
-        o: what is normalized, [..., V], typically [B, T, H_v, V]; bfloat16, float16 or float32, on the CPU also
-            float64. V is at most 512 on the GPU, and any on the CPU. The GPU takes longer if V elements are no whole
-            number of 16 bytes.
-        z: the input of the gate, of the shape and the dtype of o.
-        weight: [V], any floating dtype.
-        eps: added to the mean of the squares.
-        activation: act, "silu" or "sigmoid".
-        norm_before_gate: whether the norm comes before the gate.
+    Parameters
+    ----------
+    o : Tensor
+        What is normalized, [..., V], typically [B, T, H_v, V]; bfloat16, float16 or float32, on the CPU also float64. V
+        is at most 512 on the GPU, and any on the CPU. The GPU takes longer if V elements are no whole number of 16
+        bytes.
+    z : Tensor
+        The input of the gate, of the shape and the dtype of o.
+    weight : Tensor
+        [V], any floating dtype.
+    eps : float, default 1e-6
+        Added to the mean of the squares.
+    activation : "silu" or "sigmoid", default "silu"
+        Act, "silu" or "sigmoid".
+    norm_before_gate : bool, default True
+        Whether the norm comes before the gate.
 
-    Returns:
-        y: the shape and the dtype of o, contiguous.
+    Returns
+    -------
+    y
+        The shape and the dtype of o, contiguous.
 
-    Raises:
-        RuntimeError: wrong device, dtype, shape, eps or activation, or a size that the GPU does not support. Nothing
-            has been launched then. Or there is no memory.
-        TypeError: a list, an array or a NestedTensor came where a tensor is expected.
-        NotImplementedError: gradients made with create_graph=True are differentiated again; or forward-mode
-            differentiation.
+    Raises
+    ------
+    RuntimeError
+        Wrong device, dtype, shape, eps or activation, or a size that the GPU does not support. Nothing has been
+        launched then. Or there is no memory.
+    TypeError
+        A list, an array or a NestedTensor came where a tensor is expected.
+    NotImplementedError
+        Gradients made with create_graph=True are differentiated again; or forward-mode differentiation.
     """
     try:
         return autograd.call(torch.ops.flash_qla.gated_rms_norm, o, z, weight, eps, activation, norm_before_gate)

@@ -42,20 +42,32 @@ def chunk_gated_delta_rule_fwd(
         g_cumsum, A, o, h, state, cp_cache = chunk_gated_delta_rule_fwd(q, k, v, g, beta)
         dq, dk, dv, db, dg, _ = chunk_gated_delta_rule_bwd(q, k, v, g_cumsum, beta, A, do, cp_cache=cp_cache)
 
-    Args:
-        enable_fwd_cp_cache, is_train: without effect. The published package keeps maps of segments for its backward,
-            and decides from is_train how to split sequences.
-        cp_context: as that of chunk_gated_delta_rule. With ranks o and final_state do not require gradients; all ranks
-            make the call, and its backward by chunk_gated_delta_rule_bwd.
+    The other arguments are those of chunk_gated_delta_rule_intermediates.
 
-        The other arguments are those of chunk_gated_delta_rule_intermediates.
+    Parameters
+    ----------
+    cp_context : CPContext | FlashQLACPContext, optional
+        As that of chunk_gated_delta_rule. With ranks o and final_state do not require gradients; all ranks make the
+        call, and its backward by chunk_gated_delta_rule_bwd.
 
-    Returns:
-        g, A, o, h, final_state: as chunk_gated_delta_rule_intermediates.
-        cp_cache: None, or with ranks the states that the earlier ranks leave, for chunk_gated_delta_rule_bwd.
+    Other packages
+    --------------
+    enable_fwd_cp_cache : bool, default False
+        Without effect. The published package keeps maps of segments for its backward.
+    is_train : bool, optional
+        Without effect. The published package decides from it how to split sequences.
 
-    Raises:
-        RuntimeError, TypeError, NotImplementedError, ValueError: as chunk_gated_delta_rule.
+    Returns
+    -------
+    g, A, o, h, final_state
+        As chunk_gated_delta_rule_intermediates.
+    cp_cache
+        None, or with ranks the states that the earlier ranks leave, for chunk_gated_delta_rule_bwd.
+
+    Raises
+    ------
+    RuntimeError, TypeError, NotImplementedError, ValueError
+        As chunk_gated_delta_rule.
     """
     cp_context, cu_seqlens, auto_cp = ranks_of(cp_context, cu_seqlens, auto_cp)
     args = (

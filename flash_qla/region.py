@@ -58,34 +58,72 @@ def gated_delta_net(
     y, final_state and final_window can be differentiated, once, with respect to every tensor but cu_seqlens.
     torch.autocast casts mixed and z.
 
-    Args:
-        mixed: the projections to q, k and v before the convolution, [B, T, 2 H_k K + H_v V], any strides: the heads of
-            q, then of k, then of v of each token. bfloat16, float16 or float32 (on a GPU: a 16-bit dtype); float64 on
-            the CPU alone.
-        z: the input of the norm's gate, [B, T, H_v, V] or [B, T, H_v V], any strides, in the dtype of mixed. H_v is the
-            number of heads of a.
-        a, b: the gate and beta before their activations, [B, T, H_v], any floating dtype:
-            g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), or 2 sigmoid(b) with allow_neg_eigval.
-        conv_weight, conv_bias: [D, W] or [D, 1, W], and [D] or None, as those of causal_conv1d.
-        norm_weight: [V], any floating dtype.
-        A_log, dt_bias: [H_v], any floating dtype.
-        num_k_heads, head_k_dim: H_k and K.
-        initial_window: as initial_state of causal_conv1d, [N, D, W - 1] or [N, D, W].
-        output_final_state: return the state and the window after each sequence too.
-        scale, initial_state, cu_seqlens, max_seqlen, state_v_first, auto_cp, state_dtype: as those of
-            chunk_gated_delta_rule.
-        norm_eps, norm_activation: eps and activation of gated_rms_norm.
+    As in chunk_gated_delta_rule: scale, initial_state, cu_seqlens, max_seqlen, state_v_first, auto_cp, state_dtype.
 
-    Returns:
-        y: the shape of z, in the dtype of mixed, contiguous.
-        final_state, final_window: as those of chunk_gated_delta_rule and causal_conv1d; None unless output_final_state.
+    Parameters
+    ----------
+    mixed : Tensor
+        The projections to q, k and v before the convolution, [B, T, 2 H_k K + H_v V], any strides: the heads of q, then
+        of k, then of v of each token. bfloat16, float16 or float32 (on a GPU: a 16-bit dtype); float64 on the CPU
+        alone.
+    z : Tensor
+        The input of the norm's gate, [B, T, H_v, V] or [B, T, H_v V], any strides, in the dtype of mixed. H_v is the
+        number of heads of a.
+    a : Tensor
+        The input of the gate, [B, T, H_v], any floating dtype: g = -exp(A_log) softplus(a + dt_bias).
+    b : Tensor
+        The input of the step size, [B, T, H_v], any floating dtype: beta = sigmoid(b), or 2 sigmoid(b) with
+        allow_neg_eigval.
+    num_k_heads : int
+        H_k.
+    head_k_dim : int
+        K.
 
-    Raises:
-        RuntimeError: an argument has the wrong device, dtype or shape. The message names it, what was expected and what
-            came, and nothing has run.
-        TypeError: a list, an array or a NestedTensor came where a tensor is expected; or state_dtype is no dtype.
-        NotImplementedError: gradients made with create_graph=True are differentiated again; or forward-mode
-            differentiation.
+    Weights
+    -------
+    conv_weight : Tensor
+        [D, W] or [D, 1, W], as weight of causal_conv1d.
+    conv_bias : Tensor or None
+        [D] or None, as bias of causal_conv1d.
+    norm_weight : Tensor
+        [V], any floating dtype.
+    A_log : Tensor
+        [H_v], any floating dtype.
+    dt_bias : Tensor or None
+        [H_v] or None, any floating dtype.
+
+    States
+    ------
+    initial_window : Tensor, optional
+        Window before the first token of each sequence, [N, D, W - 1] or [N, D, W], as initial_state of causal_conv1d.
+    output_final_state : bool, default False
+        Return the state and the window after each sequence too.
+
+    Other Parameters
+    ----------------
+    allow_neg_eigval : bool, default False
+        The step size is 2 sigmoid(b).
+    norm_eps : float, default 1e-6
+        eps of gated_rms_norm.
+    norm_activation : "silu" or "sigmoid", default "silu"
+        activation of gated_rms_norm.
+
+    Returns
+    -------
+    y
+        The shape of z, in the dtype of mixed, contiguous.
+    final_state, final_window
+        As those of chunk_gated_delta_rule and causal_conv1d; None unless output_final_state.
+
+    Raises
+    ------
+    RuntimeError
+        An argument has the wrong device, dtype or shape. The message names it, what was expected and what came, and
+        nothing has run.
+    TypeError
+        A list, an array or a NestedTensor came where a tensor is expected; or state_dtype is no dtype.
+    NotImplementedError
+        Gradients made with create_graph=True are differentiated again; or forward-mode differentiation.
     """
     try:
         heads = _by_heads(z, a)
@@ -147,32 +185,58 @@ def prefill_gated_delta_net(
     have their bits. A sequence has the same slot in both pools. The function has no derivative. It increments the
     version of the tensors that it writes. torch.autocast casts mixed and z.
 
-    Args:
-        mixed, z, a, b, conv_weight, conv_bias, norm_weight, A_log, dt_bias: as those of gated_delta_net.
-        num_k_heads, head_k_dim, norm_eps, norm_activation: as those of gated_delta_net.
-        window_pool: the windows of the convolution, as state_pool of prefill_causal_conv1d, [slots, D, W - 1] or
-            [slots, D, W], any strides: pass a pool [slots, W - 1, D] transposed. It is written.
-        state_pool: as that of prefill_gated_delta_rule, [slots, H_v, V, K]. It is written.
-        state_indices, has_initial_state, initial_state_indices, null_index: as those of prefill_gated_delta_rule, for
-            both pools. A sequence without a slot has zeros in y, where z is finite.
-        scale, cu_seqlens, max_seqlen, allow_neg_eigval, batch_invariant: as those of prefill_gated_delta_rule. With
-            batch_invariant a prompt in pieces, whose lengths are multiples of 64, has the bits of the whole one.
-        checkpoint_every: keep the states and windows after this many tokens of each sequence, after twice as many, and
-            so on, as prefill_gated_delta_rule keeps states.
-        checkpoint_indices: slots of these states and windows, in both pools.
-        checkpoints, window_checkpoints: memory for them, instead of checkpoint_indices: [total, H_v, V, K] and [total,
-            D, W - 1], or W columns if window_pool has these; as those of prefill_gated_delta_rule and
-            prefill_causal_conv1d. They are written.
-        out: memory for y, in the shape of z and the dtype of mixed. Contiguous memory that begins at a multiple of 16
-            bytes is written directly, other memory by a copy. It is written.
+    As in gated_delta_net: mixed, z, a, b, conv_weight, conv_bias, norm_weight, A_log, dt_bias, num_k_heads, head_k_dim,
+    norm_eps, norm_activation.
 
-    Returns:
-        y: the shape of z, in the dtype of mixed, contiguous. With `out` it is `out`.
+    As in prefill_gated_delta_rule: has_initial_state, initial_state_indices, null_index, scale, cu_seqlens, max_seqlen,
+    allow_neg_eigval.
 
-    Raises:
-        RuntimeError: as prefill_gated_delta_rule and prefill_causal_conv1d. Neither pool has been written then.
-        TypeError: a list, an array or a NestedTensor came where a tensor is expected.
-        NotImplementedError: a gradient is asked for.
+    Parameters
+    ----------
+    window_pool : Tensor
+        The windows of the convolution, as state_pool of prefill_causal_conv1d, [slots, D, W - 1] or [slots, D, W], any
+        strides: pass a pool [slots, W - 1, D] transposed. It is written.
+    state_pool : Tensor
+        As that of prefill_gated_delta_rule, [slots, H_v, V, K]. It is written.
+    state_indices : Tensor
+        Slot of each sequence in both pools, [N]. A sequence without a slot has zeros in y, where z is finite.
+
+    Kept states
+    -----------
+    checkpoint_every : int, default 0
+        Keep the states and windows after this many tokens of each sequence, after twice as many, and so on, as
+        prefill_gated_delta_rule keeps states.
+    checkpoint_indices : Tensor, optional
+        Slots of these states and windows, in both pools.
+    checkpoints : Tensor, optional
+        Memory for the states, instead of checkpoint_indices: [total, H_v, V, K], as that of prefill_gated_delta_rule.
+        It is written.
+    window_checkpoints : Tensor, optional
+        Memory for the windows, with checkpoints: [total, D, W - 1], or W columns if window_pool has these. It is
+        written.
+
+    Other Parameters
+    ----------------
+    batch_invariant : bool, default False
+        As that of prefill_gated_delta_rule; a prompt in pieces, whose lengths are multiples of 64, then has the bits of
+        the whole one.
+    out : Tensor, optional
+        Memory for y, in the shape of z and the dtype of mixed. Contiguous memory that begins at a multiple of 16 bytes
+        is written directly, other memory by a copy. It is written.
+
+    Returns
+    -------
+    y
+        The shape of z, in the dtype of mixed, contiguous. With `out` it is `out`.
+
+    Raises
+    ------
+    RuntimeError
+        As prefill_gated_delta_rule and prefill_causal_conv1d. Neither pool has been written then.
+    TypeError
+        A list, an array or a NestedTensor came where a tensor is expected.
+    NotImplementedError
+        A gradient is asked for.
     """
     try:
         y = torch.ops.flash_qla.prefill_gated_delta_net(

@@ -45,55 +45,78 @@ def prefill_gated_delta_rule(
     derivative. It increments the version of the tensors that it writes. torch.autocast casts q, k and v, as for
     chunk_gated_delta_rule.
 
-    Args:
-        q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel: as those of chunk_gated_delta_rule.
-        use_gate_in_kernel, A_log, dt_bias: as those of chunk_gated_delta_rule.
-        use_beta_sigmoid_in_kernel, allow_neg_eigval: as those of chunk_gated_delta_rule.
-        state_pool: [slots, H_v, V, K], any floating dtype, float8_e4m3fn and float8_e5m2 included; on the GPU not
-            float64, and in 8 bits K is a multiple of 16. Each state is contiguous, and slots may be further apart; on
-            the GPU they begin at multiples of 16 bytes. It is written. A state is rounded to the pool's dtype once,
-            after the last token. In 8 bits there is no scale, and a number beyond the dtype's largest becomes the
-            largest.
-        state_indices: slot of each sequence, [N], int32 or int64, as all indices. An empty sequence does not change its
-            slot, so the slot may be another sequence's. If an empty sequence starts from zero, its slot becomes zero.
-        has_initial_state: [N], bool: False if the sequence starts from zero, whatever its slot holds. True for all
-            sequences by default.
-        null_index: an index of at most this is no slot: the sequence has zero output, and nothing is written. The same
-            holds for an entry of checkpoint_indices.
-        checkpoint_every: keep the states after this many tokens of each sequence, after twice as many, and so on. 0
-            keeps none. If it is no multiple of 64, the GPU splits no sequence over the SMs and does not use the fused
-            kernel; each checkpoint then costs at most one more chunk of 64 tokens.
-        checkpoint_indices: slots of these states, [N, blocks]. States beyond the last column are not kept.
-        checkpoints: memory for these states, instead of checkpoint_indices: [total, H_v, V, K], with dtypes and strides
-            as for state_pool. The states follow one another in the order of the sequences, floor(length /
-            checkpoint_every) for each sequence. The places of a sequence without a slot keep their contents. It is
-            written.
-        batch_invariant: the bits of a sequence's results do not depend on the other sequences, on its place in the
-            batch, or on padding. The GPU then splits no sequence over the SMs and does not use the fused kernel. On the
-            CPU this always holds. With checkpoints the state is also rounded to their dtype after every
-            checkpoint_every tokens, even where no checkpoint is kept. So a call that starts from a checkpoint, with the
-            same checkpoint_every, continues with the same bits as the call that wrote the checkpoint.
-        initial_state_indices: slot that each sequence starts from, [N]; state_indices by default. The state after the
-            last token still goes to state_indices. So requests can start from one checkpoint without a copy. A sequence
-            without such a slot starts from zero.
-        out: memory for o, [B, T, H_v, V], in the dtype of q. Contiguous memory that begins at a multiple of 16 bytes is
-            written directly, other memory by a copy. It is written, and shares no memory with another argument.
-        h: memory for the state at the start of each chunk of 64 tokens, contiguous, V-first: shape, dtype and order as
-            h of chunk_gated_delta_rule_intermediates. It is written; zero for a sequence without a slot. A
-            checkpoint_every must then be a multiple of 64.
-        max_seqlen: as that of chunk_gated_delta_rule.
+    As in chunk_gated_delta_rule: q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+    A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, max_seqlen.
 
-    Returns:
-        o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence. With `out` it is `out`.
+    Parameters
+    ----------
+    state_pool : Tensor
+        [slots, H_v, V, K], any floating dtype, float8_e4m3fn and float8_e5m2 included; on the GPU not float64, and in 8
+        bits K is a multiple of 16. Each state is contiguous, and slots may be further apart; on the GPU they begin at
+        multiples of 16 bytes. It is written. A state is rounded to the pool's dtype once, after the last token. In 8
+        bits there is no scale, and a number beyond the dtype's largest becomes the largest.
+    state_indices : Tensor
+        Slot of each sequence, [N], int32 or int64, as all indices. An empty sequence does not change its slot, so the
+        slot may be another sequence's. If an empty sequence starts from zero, its slot becomes zero.
 
-    Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or strides; or what is written overlaps itself or
-            another argument. On the CPU or with FLASH_QLA_CHECK=1 also: an index is out of range, or one sequence
-            writes a slot that another one writes or reads. The message names the argument, what was expected and what
-            came, and nothing has been written. Unchecked, the GPU treats an index out of range as no slot, and the
-            contents of a slot that is written twice are undefined.
-        TypeError: a list, an array or a NestedTensor came where a tensor is expected.
-        NotImplementedError: a gradient is asked for.
+    States
+    ------
+    has_initial_state : Tensor, optional
+        [N], bool: False if the sequence starts from zero, whatever its slot holds. True for all sequences by default.
+    initial_state_indices : Tensor, optional
+        Slot that each sequence starts from, [N]; state_indices by default. The state after the last token still goes to
+        state_indices. So requests can start from one checkpoint without a copy. A sequence without such a slot starts
+        from zero.
+    null_index : int, default -1
+        An index of at most this is no slot: the sequence has zero output, and nothing is written. The same holds for an
+        entry of checkpoint_indices.
+
+    Kept states
+    -----------
+    checkpoint_every : int, default 0
+        Keep the states after this many tokens of each sequence, after twice as many, and so on. 0 keeps none. If it is
+        no multiple of 64, the GPU splits no sequence over the SMs and does not use the fused kernel; each checkpoint
+        then costs at most one more chunk of 64 tokens.
+    checkpoint_indices : Tensor, optional
+        Slots of these states, [N, blocks]. States beyond the last column are not kept.
+    checkpoints : Tensor, optional
+        Memory for these states, instead of checkpoint_indices: [total, H_v, V, K], with dtypes and strides as for
+        state_pool. The states follow one another in the order of the sequences, floor(length / checkpoint_every) for
+        each sequence. The places of a sequence without a slot keep their contents. It is written.
+    h : Tensor, optional
+        Memory for the state at the start of each chunk of 64 tokens, contiguous, V-first: shape, dtype and order as h
+        of chunk_gated_delta_rule_intermediates. It is written; zero for a sequence without a slot. A checkpoint_every
+        must then be a multiple of 64.
+
+    Other Parameters
+    ----------------
+    batch_invariant : bool, default False
+        The bits of a sequence's results do not depend on the other sequences, on its place in the batch, or on padding.
+        The GPU then splits no sequence over the SMs and does not use the fused kernel. On the CPU this always holds.
+        With checkpoints the state is also rounded to their dtype after every checkpoint_every tokens, even where no
+        checkpoint is kept. So a call that starts from a checkpoint, with the same checkpoint_every, continues with the
+        same bits as the call that wrote the checkpoint.
+    out : Tensor, optional
+        Memory for o, [B, T, H_v, V], in the dtype of q. Contiguous memory that begins at a multiple of 16 bytes is
+        written directly, other memory by a copy. It is written, and shares no memory with another argument.
+
+    Returns
+    -------
+    o : Tensor
+        [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence. With `out` it is `out`.
+
+    Raises
+    ------
+    RuntimeError
+        An argument has the wrong device, dtype, shape or strides; or what is written overlaps itself or another
+        argument. On the CPU or with FLASH_QLA_CHECK=1 also: an index is out of range, or one sequence writes a slot
+        that another one writes or reads. The message names the argument, what was expected and what came, and nothing
+        has been written. Unchecked, the GPU treats an index out of range as no slot, and the contents of a slot that is
+        written twice are undefined.
+    TypeError
+        A list, an array or a NestedTensor came where a tensor is expected.
+    NotImplementedError
+        A gradient is asked for.
     """
     try:
         o = torch.ops.flash_qla.prefill_gated_delta_rule(
@@ -150,51 +173,93 @@ def decode_gated_delta_rule(
     The arithmetic is in float32 (float64 for float64 inputs); states are rounded to the pool's dtype only when they are
     written. The function has no derivative.
 
-    Args:
-        q, k: queries and keys, [B, T, H_k, K], T tokens of B sequences; or [1, T, H_k, K] with cu_seqlens.
-        v: values, [B, T, H_v, V], H_v a multiple of H_k, in the dtype of q.
-        a, b: [B, T, H_v], any floating dtype. With A_log the inputs of the gate and of the step size; without A_log the
-            log decay g (-inf forgets the state) and the step size beta.
-        A_log, dt_bias: parameters of the gate, [H_v], any floating dtype. Without A_log a is g. dt_bias may be None.
-        state_pool: [slots, H_v, V, K], any floating dtype, float8_e4m3fn and float8_e5m2 included; on the GPU not
-            float64, and in 8 bits K is a multiple of 16 and V comes first. Each state is contiguous, and slots may be
-            further apart; on the GPU they begin at multiples of 16 bytes. It is written. In 8 bits there is no scale,
-            and a number beyond the dtype's largest becomes the largest.
-        state_indices: slot from which each sequence starts, [N], or [N, S] with num_accepted_tokens; int32 or int64,
-            as all indices. By default sequence n starts from state n, and state_pool has N states.
-        scale: factor on the output; K ** -0.5 by default.
-        null_index: an index of at most this is no slot: the sequence has zero output, and nothing is written. The same
-            holds for an entry of write_indices.
-        use_qk_l2norm_in_kernel: divide q and k by their norms first, x / sqrt(|x|^2 + 1e-6).
-        cu_seqlens: offsets of the sequences, [N + 1], int32 or int64.
-        num_accepted_tokens: [N]; sequence n starts from column num_accepted_tokens[n] - 1 of state_indices [N, S], by
-            default from column 0.
-        write_indices: [N, S]; the state after token t of sequence n goes to slot write_indices[n, t]. The slot that was
-            read is written only if write_indices names it. States of tokens beyond S columns are not kept.
-        intermediate_states: [rows, steps, H_v, V, K], any floating dtype, on the GPU the pool's dtype; each state is
-            contiguous. The state after token t of sequence n goes to intermediate_states[row, t]. It is written.
-        intermediate_indices: row of each sequence, [N]; n by default. A negative row keeps no states.
-        parents: [N, S], for a tree of drafted tokens: the number of each token's parent, smaller than its own, or -1
-            for the initial state. Needs update_state=False or write_indices, because a tree has no last state.
-        update_state: write the state after the last token to the slot that was read. With write_indices this is
-            ignored.
-        state_v_first: False: all states are [.., H_v, K, V]. The GPU then takes tokens one by one.
-        use_beta_sigmoid_in_kernel: True: beta is sigmoid(b). False: beta is b. By default True with A_log, and False
-            without.
-        allow_neg_eigval: beta is 2 * sigmoid(b).
-        out: memory for o, [B, T, H_v, V], in the dtype of q, any strides. A copy fills it if it is not contiguous.
+    Parameters
+    ----------
+    q : Tensor
+        Queries, [B, T, H_k, K], T tokens of B sequences; or [1, T, H_k, K] with cu_seqlens.
+    k : Tensor
+        Keys, as q.
+    v : Tensor
+        Values, [B, T, H_v, V], H_v a multiple of H_k, in the dtype of q.
+    a : Tensor
+        With A_log the input of the gate, otherwise the log decay g (-inf forgets the state), [B, T, H_v], any floating
+        dtype.
+    b : Tensor
+        With A_log the input of the step size, otherwise the step size beta, [B, T, H_v], any floating dtype.
+    state_pool : Tensor
+        [slots, H_v, V, K], any floating dtype, float8_e4m3fn and float8_e5m2 included; on the GPU not float64, and in 8
+        bits K is a multiple of 16 and V comes first. Each state is contiguous, and slots may be further apart; on the
+        GPU they begin at multiples of 16 bytes. It is written. In 8 bits there is no scale, and a number beyond the
+        dtype's largest becomes the largest.
 
-    Returns:
-        o, [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence; `out` if that is given.
+    States
+    ------
+    state_indices : Tensor, optional
+        Slot from which each sequence starts, [N], or [N, S] with num_accepted_tokens; int32 or int64, as all indices.
+        By default sequence n starts from state n, and state_pool has N states.
+    null_index : int, default -1
+        An index of at most this is no slot: the sequence has zero output, and nothing is written. The same holds for an
+        entry of write_indices.
+    update_state : bool, default True
+        Write the state after the last token to the slot that was read. With write_indices this is ignored.
+    state_v_first : bool, default True
+        False: all states are [.., H_v, K, V]. The GPU then takes tokens one by one.
 
-    Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or strides; or what is written overlaps itself or
-            another argument. On the CPU or with FLASH_QLA_CHECK=1 also: an index is out of range, or one sequence
-            writes a slot, or a row of intermediate_states, that another one writes or reads. The message names the
-            argument, what was expected and what came, and nothing has been written. Unchecked, the GPU treats an index
-            out of range as no slot.
-        TypeError: a list, an array or a NestedTensor came where a tensor is expected.
-        NotImplementedError: a gradient is asked for.
+    Activations inside
+    ------------------
+    A_log : Tensor or None
+        Parameter of the gate, [H_v], any floating dtype. Without it a is g.
+    dt_bias : Tensor or None
+        Parameter of the gate, [H_v], any floating dtype, or None.
+    use_qk_l2norm_in_kernel : bool, default True
+        Divide q and k by their norms first, x / sqrt(|x|^2 + 1e-6).
+    use_beta_sigmoid_in_kernel : bool, optional
+        True: beta is sigmoid(b). False: beta is b. By default True with A_log, and False without.
+    allow_neg_eigval : bool, default False
+        beta is 2 * sigmoid(b).
+
+    Drafts
+    ------
+    cu_seqlens : Tensor, optional
+        Offsets of the sequences, [N + 1], int32 or int64.
+    num_accepted_tokens : Tensor, optional
+        [N]; sequence n starts from column num_accepted_tokens[n] - 1 of state_indices [N, S], by default from column 0.
+    write_indices : Tensor, optional
+        [N, S]; the state after token t of sequence n goes to slot write_indices[n, t]. The slot that was read is
+        written only if write_indices names it. States of tokens beyond S columns are not kept.
+    intermediate_states : Tensor, optional
+        [rows, steps, H_v, V, K], any floating dtype, on the GPU the pool's dtype; each state is contiguous. The state
+        after token t of sequence n goes to intermediate_states[row, t]. It is written.
+    intermediate_indices : Tensor, optional
+        Row of each sequence, [N]; n by default. A negative row keeps no states.
+    parents : Tensor, optional
+        [N, S], for a tree of drafted tokens: the number of each token's parent, smaller than its own, or -1 for the
+        initial state. Needs update_state=False or write_indices, because a tree has no last state.
+
+    Other Parameters
+    ----------------
+    scale : float, optional
+        Factor on the output; K ** -0.5 by default.
+    out : Tensor, optional
+        Memory for o, [B, T, H_v, V], in the dtype of q, any strides. A copy fills it if it is not contiguous.
+
+    Returns
+    -------
+    o : Tensor
+        [B, T, H_v, V], in the dtype of q; zero for tokens of no sequence; `out` if that is given.
+
+    Raises
+    ------
+    RuntimeError
+        An argument has the wrong device, dtype, shape or strides; or what is written overlaps itself or another
+        argument. On the CPU or with FLASH_QLA_CHECK=1 also: an index is out of range, or one sequence writes a slot, or
+        a row of intermediate_states, that another one writes or reads. The message names the argument, what was
+        expected and what came, and nothing has been written. Unchecked, the GPU treats an index out of range as no
+        slot.
+    TypeError
+        A list, an array or a NestedTensor came where a tensor is expected.
+    NotImplementedError
+        A gradient is asked for.
     """
     try:
         o = torch.ops.flash_qla.decode_gated_delta_rule(
@@ -235,21 +300,29 @@ def decode_gated_delta_rule_packed(
 
         o = decode_gated_delta_rule_packed(mixed_qkv, a, b, A_log, dt_bias, pool, state_indices)
 
-    Args:
-        mixed_qkv: [B, T, C] with C = 2 H_k K + H_v V: the heads of q, then of k, then of v of each token. Or [B, C] for
-            one token of each sequence. state_pool has H_v, V and K.
-        a, b: [B, T, H_v]; [B, H_v] for one token of each sequence.
-        A_log, dt_bias, state_pool, state_indices, scale: as those of decode_gated_delta_rule.
-        null_index, use_qk_l2norm_in_kernel, cu_seqlens: as those of decode_gated_delta_rule.
-        num_accepted_tokens, write_indices, parents, update_state: as those of decode_gated_delta_rule.
-        intermediate_states, intermediate_indices: as those of decode_gated_delta_rule.
-        state_v_first, use_beta_sigmoid_in_kernel, allow_neg_eigval, out: as those of decode_gated_delta_rule.
+    As in decode_gated_delta_rule: A_log, dt_bias, state_pool, state_indices, scale, null_index,
+    use_qk_l2norm_in_kernel, cu_seqlens, num_accepted_tokens, write_indices, parents, update_state, intermediate_states,
+    intermediate_indices, state_v_first, use_beta_sigmoid_in_kernel, allow_neg_eigval, out.
 
-    Returns:
-        o, [B, T, H_v, V], in the dtype of mixed_qkv; T is 1 for one token of each sequence; `out` if that is given.
+    Parameters
+    ----------
+    mixed_qkv : Tensor
+        [B, T, C] with C = 2 H_k K + H_v V: the heads of q, then of k, then of v of each token. Or [B, C] for one token
+        of each sequence. state_pool has H_v, V and K.
+    a : Tensor
+        As that of decode_gated_delta_rule, [B, T, H_v]; [B, H_v] for one token of each sequence.
+    b : Tensor
+        As a.
 
-    Raises:
-        RuntimeError, TypeError, NotImplementedError: as decode_gated_delta_rule.
+    Returns
+    -------
+    o : Tensor
+        [B, T, H_v, V], in the dtype of mixed_qkv; T is 1 for one token of each sequence; `out` if that is given.
+
+    Raises
+    ------
+    RuntimeError, TypeError, NotImplementedError
+        As decode_gated_delta_rule.
     """
     try:
         o = torch.ops.flash_qla.decode_gated_delta_rule_packed(
@@ -312,39 +385,66 @@ def decode_gated_delta_rule_buffered(
     With d_cache in float32, results differ from those of decode_gated_delta_rule by the rounding of float32. A pool in
     16 bits rounds a state once in L steps, instead of at each step.
 
-    Args:
-        q, k: queries and keys, [B, 1, H_k, K].
-        v: values, [B, 1, H_v, V], H_v a multiple of H_k, in the dtype of q.
-        a, b: gates and step sizes, activated or not, [B, 1, H_v], as those of decode_gated_delta_rule.
-        A_log, dt_bias, scale: as those of decode_gated_delta_rule.
-        state_pool: [slots, H_v, V, K], as that of decode_gated_delta_rule, but not in 8 bits. It is written.
-        state_indices: slot of each sequence, [B], int32 or int64, as all indices. None: sequence n has slot n, and
-            there are B slots.
-        d_cache: changes in the replay buffers, [slots, H_v, L, V], L from 1 to 32: d = beta (v - exp(g) S^T k), times
-            the factor of the l2norm of k. float32 (float64 for float64 inputs); or the dtype of q, which rounds them.
-            Each slot is contiguous, and slots may be further apart; on the GPU they begin at multiples of 16 bytes. It
-            is written. Steps from write_pos on may have any contents.
-        k_cache: keys of the replay buffers, before the l2norm, [slots, H_k, L, K], dtypes and strides as for d_cache.
-            Both dtypes hold keys exactly. It is written.
-        g_cache: log decays of the replay buffers, [slots, H_v, L], float32 (float64 for float64 inputs), strides as
-            for d_cache. It is written.
-        write_pos: number of steps in the replay buffer of each sequence, [B], 0 to L - 1.
-        force_flush: [B]; where it is not 0, the call writes the state. None: it forces no write.
-        null_index: an index of at most this is no slot: the sequence has zero output, and nothing is written.
-        use_qk_l2norm_in_kernel: divide q and k by their norms first, x / sqrt(|x|^2 + 1e-6).
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, out: as those of decode_gated_delta_rule.
+    As in decode_gated_delta_rule: A_log, dt_bias, scale, use_beta_sigmoid_in_kernel, allow_neg_eigval, out.
 
-    Returns:
-        o, [B, 1, H_v, V], in the dtype of q; `out` if that is given.
+    Parameters
+    ----------
+    q : Tensor
+        Queries, [B, 1, H_k, K].
+    k : Tensor
+        Keys, [B, 1, H_k, K].
+    v : Tensor
+        Values, [B, 1, H_v, V], H_v a multiple of H_k, in the dtype of q.
+    a : Tensor
+        The gate, activated or not, [B, 1, H_v], as that of decode_gated_delta_rule.
+    b : Tensor
+        The step size, activated or not, [B, 1, H_v], as that of decode_gated_delta_rule.
+    write_pos : Tensor
+        Number of steps in the replay buffer of each sequence, [B], 0 to L - 1.
 
-    Raises:
-        RuntimeError: an argument has the wrong device, dtype, shape or strides; or what is written overlaps itself or
-            another argument. On the CPU or with FLASH_QLA_CHECK=1 also: an index or write_pos is out of range, or two
-            sequences have the same slot. The message names the argument, what was expected and what came, and nothing
-            has been written. Unchecked, the GPU treats an index out of range as no slot, and takes the nearest valid
-            write_pos.
-        TypeError: a list, an array or a NestedTensor came where a tensor is expected.
-        NotImplementedError: a gradient is asked for.
+    States
+    ------
+    state_pool : Tensor
+        [slots, H_v, V, K], as that of decode_gated_delta_rule, but not in 8 bits. It is written.
+    state_indices : Tensor or None
+        Slot of each sequence, [B], int32 or int64, as all indices. None: sequence n has slot n, and there are B slots.
+    d_cache : Tensor
+        Changes in the replay buffers, [slots, H_v, L, V], L from 1 to 32: d = beta (v - exp(g) S^T k), times the factor
+        of the l2norm of k. float32 (float64 for float64 inputs); or the dtype of q, which rounds them. Each slot is
+        contiguous, and slots may be further apart; on the GPU they begin at multiples of 16 bytes. It is written. Steps
+        from write_pos on may have any contents.
+    k_cache : Tensor
+        Keys of the replay buffers, before the l2norm, [slots, H_k, L, K], dtypes and strides as for d_cache. Both
+        dtypes hold keys exactly. It is written.
+    g_cache : Tensor
+        Log decays of the replay buffers, [slots, H_v, L], float32 (float64 for float64 inputs), strides as for d_cache.
+        It is written.
+    force_flush : Tensor, optional
+        [B]; where it is not 0, the call writes the state. None: it forces no write.
+    null_index : int, default -1
+        An index of at most this is no slot: the sequence has zero output, and nothing is written.
+
+    Other Parameters
+    ----------------
+    use_qk_l2norm_in_kernel : bool, default True
+        Divide q and k by their norms first, x / sqrt(|x|^2 + 1e-6).
+
+    Returns
+    -------
+    o : Tensor
+        [B, 1, H_v, V], in the dtype of q; `out` if that is given.
+
+    Raises
+    ------
+    RuntimeError
+        An argument has the wrong device, dtype, shape or strides; or what is written overlaps itself or another
+        argument. On the CPU or with FLASH_QLA_CHECK=1 also: an index or write_pos is out of range, or two sequences
+        have the same slot. The message names the argument, what was expected and what came, and nothing has been
+        written. Unchecked, the GPU treats an index out of range as no slot, and takes the nearest valid write_pos.
+    TypeError
+        A list, an array or a NestedTensor came where a tensor is expected.
+    NotImplementedError
+        A gradient is asked for.
     """
     try:
         o = torch.ops.flash_qla.decode_gated_delta_rule_buffered(

@@ -138,10 +138,10 @@ def filled_once(tmp_path_factory, name: str, fill) -> Path:
 
 @pytest.fixture
 def cpp_program(tmp_path_factory) -> Path:
-    """The program of examples/cpp, built."""
+    """The program of examples/cpp that runs models, built; the one that calls an op lies beside it."""
     import cpp_example  # it imports flash_qla, which not every test here needs
 
-    return filled_once(tmp_path_factory, "cpp_program", cpp_example.build_program) / "flash_qla_run"
+    return filled_once(tmp_path_factory, "cpp_program", cpp_example.build_programs) / "flash_qla_run"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""examples/cpp for the tests: its block saved by a process of its own, its program built, and the program run."""
+"""examples/cpp for the tests: its block saved by a process of its own, its programs built, and run."""
 
 import functools
 import importlib.util
@@ -83,9 +83,8 @@ def no_cmake_reason() -> str | None:
     return None
 
 
-def build_program(folder: Path) -> Path:
-    """Builds the program with CMake if possible, otherwise with the compiler alone."""
-    program = folder / "flash_qla_run"
+def build_programs(folder: Path) -> None:
+    """Builds both with CMake if possible, otherwise with the compiler alone."""
     if no_cmake_reason() is None:
         options = [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"]
         if ninja := tool("ninja"):
@@ -94,15 +93,15 @@ def build_program(folder: Path) -> Path:
             options += [f"-DCUDA_TOOLKIT_ROOT_DIR={cuda_home()}"]
         run(tool("cmake"), "-S", EXAMPLE, "-B", folder, *options)
         run(tool("cmake"), "--build", folder)
-        return program
+        return
     from torch.utils import cpp_extension
 
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     # libtorch is kept although nothing in it is called: it brings in libtorch_cuda, which finds what it needs itself.
     libraries += ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--allow-shlib-undefined", "-ldl"]
-    run("g++", "-std=c++20", *includes, EXAMPLE / "main.cpp", "-o", program, *libraries)
-    return program
+    for name in ("call", "run"):
+        run("g++", "-std=c++20", *includes, EXAMPLE / f"{name}.cpp", "-o", folder / f"flash_qla_{name}", *libraries)
 
 
 def save_block(folder: Path, device: str) -> Path:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import xml.etree.ElementTree
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -287,21 +288,46 @@ def test_geometric_means(tmp_path):
     lines = tables_of(tmp_path, h100=card_results())["means"].splitlines()
     assert lines[:2] == ["| call | compared with | H100 |", "|---|---|---|"]
     for row in (
-        "forward | FLA | 5.30 (least 3.75, 0 of 2 below 1)",
-        "forward | FlashQLA | 1.58 (least 1.00, 0 of 2 below 1)",
-        "forward | FlashInfer | 2.50 (least 2.50, 0 of 1 below 1)",
-        "low-level forward | FlashQLA | 1.26 (least 0.80, 1 of 2 below 1)",
-        "training step | FLA | 3.00 (least 3.00, 0 of 1 below 1)",
-        "memory of a step | FLA | 2.00 (least 2.00, 0 of 1 below 1)",
-        "decoding, fp32 states | vLLM/SGLang | 1.50 (least 1.50, 0 of 1 below 1)",
-        "decoding, fp32 states | attn-gym | 0.50 (least 0.50, 1 of 1 below 1)",
-        "prefill on a pool | the op between copies | 2.00 (least 2.00, 0 of 1 below 1)",
-        "prefill on a pool | FlashInfer | 1.50 (least 1.50, 0 of 1 below 1)",
-        "prefill with checkpoints | without them | 0.75 (least 0.75, 1 of 1 below 1)",
+        "forward | FLA | 5.30 (3.75; 0/2)",
+        "forward | FlashQLA | 1.58 (1.00; 0/2)",
+        "forward | FlashInfer | 2.50 (2.50; 0/1)",
+        "low-level forward | FlashQLA | 1.26 (0.80; 1/2)",
+        "training step | FLA | 3.00 (3.00; 0/1)",
+        "memory of a step | FLA | 2.00 (2.00; 0/1)",
+        "decoding, fp32 states | vLLM/SGLang | 1.50 (1.50; 0/1)",
+        "decoding, fp32 states | attn-gym | 0.50 (0.50; 1/1)",
+        "prefill on a pool | the op between copies | 2.00 (2.00; 0/1)",
+        "prefill on a pool | FlashInfer | 1.50 (1.50; 0/1)",
+        "prefill with checkpoints | without them | 0.75 (0.75; 1/1)",
     ):
         assert f"| {row} |" in lines
     assert not [line for line in lines if "2 GPUs" in line or "text by" in line]  # nobody measured them
     assert lines[-1].startswith("H100: driver 580, torch 2.11, FLA 1, FlashInfer 1, FlashQLA 1, ")
+
+
+def test_cells_have_a_table_for_each_card(tmp_path, monkeypatch):
+    """Without the rows that the card lacks."""
+    monkeypatch.setattr(report, "SPEED_CELLS", {"forward": "2x8 1x512, 2x8 1x9", "training step": "2x8 1x512"})
+    tables = tables_of(tmp_path, h100=card_results(), h200=card_results())["cells"]
+    for card in ("H100", "H200"):
+        assert f"| call | heads | sequences | {card} | of the floor | others |" in tables
+    row = "| forward | 2x8 | 1x512 | 0.008 ms | 62% | FLA 3.75, FlashQLA 1.00, FlashInfer 2.50 |"
+    assert tables.count(row) == 2 and "1x9 |" not in tables
+
+
+def test_the_figure_is_sorted(tmp_path):
+    """By the first card's means, and well-formed."""
+    (tmp_path / "h100.json").write_text(json.dumps(card_results()))
+    svg = xml.etree.ElementTree.fromstring(report.overview(report.load(tmp_path)))
+    texts = [element.text for element in svg.iter() if element.get("text-anchor") == "end"]
+    first = [
+        "forward: FLA",
+        "training step: FLA",
+        "forward: FlashInfer",
+        "forward: FlashQLA",
+        "prefill on a pool: FlashInfer",
+    ]
+    assert [text for text in texts if text in first] == first
 
 
 # Context parallelism over ranks

@@ -731,7 +731,7 @@ class TestInstalled:
     def test_the_command_prints_the_registry(self, tmp_path):
         from flash_qla import _C
 
-        command = [sys.executable, "-m", "flash_qla"]
+        command = [sys.executable, "-m", "flash_qla", "--kernels"]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         for kernel in _C.kernels():
@@ -752,12 +752,14 @@ def test_the_workflow_runs_what_there_is():
 
 
 def test_actions_are_pinned():
-    """By commit, because a tag can move; the token of a run can only read."""
+    """By commit, because a tag can move; the token of a run can only read, but for the job that makes a release."""
     for workflow in (ROOT / ".github/workflows").glob("*.yml"):
         text = workflow.read_text()
         used = re.findall(r"\buses: (.*)", text)
         assert used and all(re.match(r"[\w/-]+@[0-9a-f]{40} # v\d", x) for x in used), used
-        assert "\npermissions:\n  contents: read\n" in text and text.count("permissions:") == 1
+        others, _, release = text.partition("\n  release:\n    if: startsWith(github.ref, 'refs/tags/v')\n")
+        assert "\npermissions:\n  contents: read\n" in others and others.count("permissions:") == 1
+        assert not re.search(r"^  \w+:$", release, re.MULTILINE)  # the last job
 
 
 def test_linters_have_one_version():

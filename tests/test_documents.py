@@ -10,6 +10,7 @@ import pytest
 import torch
 from subprocesses import run_forks
 
+import flash_qla
 from flash_qla import _C
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,7 +22,7 @@ mathml = importlib.import_module("formula").mathml
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES, *sorted((ROOT / "benchmarks/notes").glob("*.md"))]
-BLOCK = re.compile(r"(<!-- not run: .+ -->\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"(<!-- not run: [^\n]+ -->\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def python_of(page: Path) -> str:
@@ -59,6 +60,20 @@ def test_tables_are_those_of_the_results():
         assert report.filled(page.read_text(), data) == page.read_text(), f"{page}: run benchmarks/report.py"
 
 
+def test_sentences_have_figures_of_the_results():
+    """What engines.md says to expect stands in the table of what users gain."""
+    (sentence,) = re.findall(
+        r"^\*\*Expect\*\*.*?\n\n", (ROOT / "docs/engines.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    gained = report.gain(report.load(report.RESULTS))
+    figures = re.findall(r"\d\.\d\d", sentence)
+    assert len(figures) == 6 and set(figures) <= set(re.findall(r"\d\.\d\d", gained))
+
+
+def test_the_figure_is_that_of_the_results():
+    assert report.overview(report.load(report.RESULTS)) == report.FIGURE.read_text(), "run benchmarks/report.py"
+
+
 def text_of(element) -> str:
     return "".join(element.itertext())
 
@@ -72,10 +87,27 @@ def test_formulas_are_whole(page):
         assert re.findall(r"[^\W_]", typeset) == re.findall(r"[^\W_]", names), page.name
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Those that GitHub gives the headings of a page, and MyST too."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", DOCUMENTS, ids=relative)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors_of(file), f"{target}#{anchor}"
+
+
+def test_the_reference_has_every_function():
+    """In tables, below which the site has the docstrings."""
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert {*flash_qla.__all__} - {"__version__"} <= set(re.findall(r"`([\w.]+)`", " ".join(rows)))
 
 
 def test_the_oldest_driver_is_that_of_the_library():

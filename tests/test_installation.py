@@ -110,15 +110,32 @@ def test_a_refusal_says_what_to_do():
     assert all("install the package again" in _C.refusal(driver) for driver in (12090, 13000))
 
 
-def test_command_says_something_of_every_gpu(tmp_path):
-    arguments = [sys.executable, "-m", "flash_qla"]
-    output = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path, check=True).stdout
-    lines = [line for line in output.splitlines() if re.match(r"GPU( \d+)? ", line)]
+def output_of(folder: Path, *options: str) -> list[str]:
+    command = [sys.executable, "-m", "flash_qla", *options]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=True).stdout.splitlines()
+
+
+def test_command_ends_with_every_gpu(tmp_path):
+    """Its last lines say whether the kernels run."""
+    output = output_of(tmp_path)
+    lines = [line for line in output if re.match(r"GPU( \d+)? ", line)]
+    assert output[-len(lines) :] == lines and len(output) < 20
     if _C.gpus():
         assert len(lines) == len(_C.gpus())
         assert all("the kernels run" in line or "the kernels do not run: " in line for line in lines)
     else:
         assert len(lines) == 1 and "CPU tensors run on the C++ CPU implementation" in lines[0]
+
+
+def test_command_lists_the_kernels_if_asked(tmp_path):
+    output = output_of(tmp_path, "--kernels")
+    short = output_of(tmp_path)
+    assert output[-len(short) :] == short
+    assert [line.split()[0] for line in output[1 : -len(short) - 1]] == [kernel.name for kernel in _C.kernels()]
+
+
+def test_command_prints_the_path_of_the_library(tmp_path):
+    assert output_of(tmp_path, "--library") == [str(LIBRARY)]
 
 
 T4 = SimpleNamespace(name="NVIDIA T4", major=7, minor=5, sm_count=40)

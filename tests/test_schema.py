@@ -82,14 +82,24 @@ def test_functions_pass_their_arguments_on(op, monkeypatch):
     assert calls == [tuple(given.values())]
 
 
+def documented(function: str) -> set[str]:
+    """The arguments that a function's docstring has entries for, and those that it leaves to another function, which
+    has them."""
+    text = getattr(flash_qla, function).__doc__
+    before_results = text.partition("\n    Returns\n")[0]
+    entries = set(re.findall(r"^    (\w+) : ", before_results, re.MULTILINE))
+    for other, names in re.findall(r"As in (\w+): ([\w,\s]+)\.", before_results):
+        left = set(re.split(r",\s+", names))
+        assert left <= documented(other) and not left & entries, function
+        entries |= left
+    for other in re.findall(r"other arguments are those of\s+(\w+)\.", before_results):
+        entries |= documented(other)
+    return entries
+
+
 @pytest.mark.parametrize("op", (*OPS, *REGIONS))
 def test_arguments_are_documented(op):
-    """The function documents its arguments, or names the function that documents them."""
-    documented = flash_qla.chunk_gated_delta_rule.__doc__ + function_of(op).__doc__
-    sections = re.findall(r"^    Args:\n(.*?)^    Returns:", documented, re.MULTILINE | re.DOTALL)
-    entries = re.findall(r"^        (\w[\w, \n]*):", "".join(sections), re.MULTILINE)
-    names = set(re.split(r"[,\s]+", ", ".join(entries)))
-    assert {x.name for x in parameters_of(op)} <= names
+    assert {x.name for x in parameters_of(op)} <= documented(function_of(op).__name__)
 
 
 def test_the_backward_has_all_its_arguments():

@@ -55,6 +55,20 @@ def test_program_is_built_by_cmake(cpp_program):
     assert (cpp_program.parent / "CMakeCache.txt").exists()
 
 
+@torch.no_grad()
+def test_a_call_through_the_dispatcher(cpp_program):
+    """Of examples/cpp/call.cpp, most of which docs/export.md shows. The generator is Python's."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 200, heads, 128) for heads in (2, 2, 4))
+    g, beta = -torch.rand(1, 200, 4), torch.rand(1, 200, 4)
+    o, _ = torch.ops.flash_qla.chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+    *shape, total = cpp_example.run(cpp_program.with_name("flash_qla_call"), LIBRARY, FLASH_QLA_QUIET="1").split()
+    assert "".join(shape) == "[1,200,4,128]" and float(total) == pytest.approx(o.sum().item(), rel=1e-4)
+    page = (cpp_example.ROOT / "docs/export.md").read_text()
+    shown = page.partition("```cpp\n")[2].partition("```")[0]
+    assert shown in (cpp_example.EXAMPLE / "call.cpp").read_text()
+
+
 def test_program_has_no_python_in_it(cpp_program):
     for file in (cpp_program, LIBRARY):
         names = [line.split()[0] for line in cpp_example.run("ldd", file).splitlines()]

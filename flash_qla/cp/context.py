@@ -142,25 +142,36 @@ def build_cp_context(
         q, k, v, g, beta = ...  # the tokens of this rank, [1, T / W, ...]
         o, _ = flash_qla.chunk_gated_delta_rule(q, k, v, g, beta, cp_context=context)
 
-    Args:
-        cu_seqlens: offsets of all sequences in the packed tokens, [N + 1], int32 or int64, from 0, not decreasing. No
-            rank has an empty sequence.
-        group: the ranks; the default group if None.
-        conv1d_kernel_size: width, in tokens, of the causal convolution before the Gated Delta Rule, for exchange_halo.
-        cu_seqlens_cpu: cu_seqlens on the CPU.
-        layout: "contiguous": rank r has part r of W equal parts. "zigzag": rank r has parts r and 2 W - 1 - r of 2 W
-            equal parts, one after the other.
-        num_tokens: T, the number of all tokens of all ranks: a multiple of W, with zigzag of 2 W. By default it is the
-            last offset. Tokens from the last offset on belong to no sequence: their outputs and gradients are zero, and
-            a rank may have nothing but such tokens.
+    Parameters
+    ----------
+    cu_seqlens : Tensor
+        Offsets of all sequences in the packed tokens, [N + 1], int32 or int64, from 0, not decreasing. No rank has an
+        empty sequence.
+    group : ProcessGroup, optional
+        The ranks; the default group if None.
+    conv1d_kernel_size : int, optional
+        Width, in tokens, of the causal convolution before the Gated Delta Rule, for exchange_halo.
+    cu_seqlens_cpu : Tensor, optional
+        cu_seqlens on the CPU.
+    layout : str, default 'contiguous'
+        "contiguous": rank r has part r of W equal parts. "zigzag": rank r has parts r and 2 W - 1 - r of 2 W equal
+        parts, one after the other.
+    num_tokens : int, optional
+        T, the number of all tokens of all ranks: a multiple of W, with zigzag of 2 W. By default it is the last offset.
+        Tokens from the last offset on belong to no sequence: their outputs and gradients are zero, and a rank may have
+        nothing but such tokens.
 
-    Returns:
-        The context, for the arguments named cp_context. Its `cu_seqlens` are the offsets of the rank's own sequences,
-        on the device of cu_seqlens. Its `sequences` are the numbers of these sequences among all.
+    Returns
+    -------
+    The context, for the arguments named cp_context. Its `cu_seqlens` are the offsets of the rank's own sequences, on
+    the device of cu_seqlens. Its `sequences` are the numbers of these sequences among all.
 
-    Raises:
-        ValueError: layout is another word; cu_seqlens is not as above; the tokens do not divide; or there is no group.
-        TypeError: cu_seqlens or cu_seqlens_cpu is not a tensor.
+    Raises
+    ------
+    ValueError
+        layout is another word; cu_seqlens is not as above; the tokens do not divide; or there is no group.
+    TypeError
+        cu_seqlens or cu_seqlens_cpu is not a tensor.
     """
     check_offsets("cu_seqlens", cu_seqlens)
     if cu_seqlens_cpu is not None:

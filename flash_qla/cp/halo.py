@@ -58,17 +58,25 @@ def exchange_halo(x: torch.Tensor, cp_context: CPContext) -> torch.Tensor:
         halo = exchange_halo(x, context)             # [1, W - 1, D]
         x = torch.cat([halo, x], 1)                  # [1, W - 1 + T, D], for a convolution without padding
 
-    Args:
-        x: this rank's tokens, [1, T, ...], any dtype.
-        cp_context: from build_cp_context with conv1d_kernel_size = W, or FLA's.
+    Parameters
+    ----------
+    x : Tensor
+        This rank's tokens, [1, T, ...], any dtype.
+    cp_context : CPContext
+        From build_cp_context with conv1d_kernel_size = W, or FLA's.
 
-    Returns:
-        halo: [1, W - 1, ...], in the dtype of x; with zigzag [2, W - 1, ...], a row for each part. It is zero for
-            tokens of another sequence than the part's first one.
+    Returns
+    -------
+    halo
+        [1, W - 1, ...], in the dtype of x; with zigzag [2, W - 1, ...], a row for each part. It is zero for tokens of
+        another sequence than the part's first one.
 
-    Raises:
-        ValueError: the context has no conv1d_kernel_size, or x has another number of tokens than the context.
-        NotImplementedError: the call is under a transform of torch.func.
+    Raises
+    ------
+    ValueError
+        The context has no conv1d_kernel_size, or x has another number of tokens than the context.
+    NotImplementedError
+        The call is under a transform of torch.func.
     """
     context = as_ours(cp_context)
     check_tokens("x", x, context)

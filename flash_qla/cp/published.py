@@ -70,23 +70,36 @@ def build_cp_context(
         context = build_cp_context(cu_seqlens, enable_inter=True, enable_intra=True, group=group)
         o, _ = flash_qla.chunk_gated_delta_rule(q, k, v, g, beta, cp_context=context)
 
-    Args:
-        cu_seqlens: offsets of all sequences in the packed tokens, [N + 1], int32 or int64. With enable_inter they are
-            required; see flash_qla.cp.build_cp_context.
-        enable_inter: spread the sequences over the ranks of `group`.
-        enable_intra: let calls split long sequences on the card, as auto_cp=True does in a call without a context. The
-            auto_cp of a call with this context does not count.
-        group: the ranks; the default group if None. Only with enable_inter.
-        conv1d_kernel_size, cu_seqlens_cpu: as those of flash_qla.cp.build_cp_context. Only with enable_inter.
-        chunk_size: 64 or None.
-        num_v_heads, g, is_train: without effect. The published package decides from them how to split sequences; here
-            each call decides from its own shapes, and the device from its own gates.
-        force_intra_cp: only False with enable_intra.
+    As in flash_qla.cp.build_cp_context, only with enable_inter: conv1d_kernel_size, cu_seqlens_cpu.
 
-    Raises:
-        ValueError: chunk_size is another number; or as flash_qla.cp.build_cp_context.
-        TypeError: cu_seqlens is not a tensor.
-        NotImplementedError: force_intra_cp is True with enable_intra.
+    Parameters
+    ----------
+    cu_seqlens : Tensor, optional
+        Offsets of all sequences in the packed tokens, [N + 1], int32 or int64. With enable_inter they are required; see
+        flash_qla.cp.build_cp_context.
+    enable_inter : bool, default False
+        Spread the sequences over the ranks of `group`.
+    enable_intra : bool, default False
+        Let calls split long sequences on the card, as auto_cp=True does in a call without a context. The auto_cp of a
+        call with this context does not count.
+    group : ProcessGroup, optional
+        The ranks; the default group if None. Only with enable_inter.
+    chunk_size : int, optional
+        64 or None.
+    num_v_heads, g, is_train
+        Without effect. The published package decides from them how to split sequences; here each call decides from its
+        own shapes, and the device from its own gates.
+    force_intra_cp : bool, default False
+        Only False with enable_intra.
+
+    Raises
+    ------
+    ValueError
+        chunk_size is another number; or as flash_qla.cp.build_cp_context.
+    TypeError
+        cu_seqlens is not a tensor.
+    NotImplementedError
+        force_intra_cp is True with enable_intra.
     """
     if chunk_size not in (None, CHUNK):
         raise ValueError(
