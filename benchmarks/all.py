@@ -63,10 +63,11 @@ SECTIONS = {
     "wide_step": [f"backward {WIDE_SEQUENCES} {x}" for x in WIDE],
     "dispatch": ["dispatch --heads 2x8,16x32 --sequences 1x8192,1024x8,4096x8,16384+2048x8"],
     "accuracy": ["peer_errors"],
+    "layers": ["layers"],
     "host": ["host --batches 51"],
 }
 # Sections that run only if --sections names them: FLA takes minutes to compile and to tune itself.
-ASKED = ("wide", "wide_step")
+ASKED = ("wide", "wide_step", "layers")
 START_SECONDS = 10  # a process imports, and starts CUDA
 
 
@@ -85,7 +86,7 @@ PROCESSES = [
     Process("vllm", ["decode", "drafts"], FLA_TRITON),
     Process("sglang", ["decode", "drafts"], FLA_TRITON),
     Process("attn_gym", ["decode"]),
-    Process("fla", ["backward", "region", "decode_region", "accuracy", "wide", "wide_step"], FLA_BACKWARD),
+    Process("fla", ["backward", "region", "decode_region", "accuracy", "wide", "wide_step", "layers"], FLA_BACKWARD),
 ]
 
 

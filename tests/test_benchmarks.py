@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dispatched import Ran
 
 from flash_qla import _C
 
@@ -30,6 +31,7 @@ dispatch = importlib.import_module("dispatch")
 forward = importlib.import_module("forward")
 generation = importlib.import_module("generation")
 generation_vllm = importlib.import_module("generation_vllm")
+layers = importlib.import_module("layers")
 prefill = importlib.import_module("prefill")
 region = importlib.import_module("region")
 report = importlib.import_module("report")
@@ -223,12 +225,42 @@ def test_region(on_cpu, capsys):
     assert capsys.readouterr().out.count("% of the floor") == 8
 
 
+def test_layers(on_cpu, capsys):
+    """Both functions of flash_qla are what they say."""
+    parser = layers.make_parser()
+    small = ["--heads", "1x2", "--head-dims", "16x8", "--layers", "4", "--hidden", "64", "--samples", "1"]
+    with Ran() as ran:
+        cells = list(layers.measure("flash_qla", parser.parse_args([*small, "--sequences", "1x70,9x2"])))
+    assert [(x["function"], x["sequences"]) for x in cells] == [
+        (function, sequences) for function in ("region", "parts") for sequences in ("1x70", "9x2")
+    ]
+    assert {"gated_delta_net", "gated_delta_net_bwd", "causal_conv1d_bwd"} <= {*ran.ops}
+    assert all(x["step_tokens_s"] > 0 and x["prefill_tokens_s"] > 0 for x in cells)
+    layers.report(cells)
+    assert capsys.readouterr().out.count("GiB") == 4
+    with pytest.raises(ValueError, match="different lengths"):
+        next(layers.measure("flash_qla", parser.parse_args([*small, "--sequences", "9+70"])))
+
+
 # All figures in one call
 
 TINY = ["--heads", "1x2"]
 TINY_SECTIONS = {
     **{name: [*TINY, "--batches", "1"] for name in ("decode", "decode_region", "drafts_region", "plain", "drafts")},
     "accuracy": ["--cases", "2x8 1x1"],
+    "layers": [
+        *TINY,
+        "--head-dims",
+        "16x8",
+        "--sequences",
+        "1x70",
+        "--layers",
+        "4",
+        "--hidden",
+        "64",
+        "--samples",
+        "1",
+    ],
     "host": [*TINY, "--device", "cpu", "--batches", "1"],
 }
 
