@@ -308,52 +308,84 @@ def decode_gated_delta_net(
         b, a = ba.split([group, group], -1)
         y = decode_gated_delta_net(mixed, z.unflatten(-1, (group, V)), a, b, ...)
 
-    The function has no derivative. It increments the versions of both pools. torch.autocast casts mixed and z.
+    The function has no derivative. It increments the versions of what it writes. torch.autocast casts mixed and z.
 
-    Args:
-        mixed: the projections to q, k and v before the convolution, [B, T, 2 H_k K + H_v V]: the heads of q, then of k,
-            then of v of each token. Or by key heads, [B, T, H_k, 2 K + H_v / H_k V]: q, k and the values of each.
-            bfloat16 or float16; on the CPU also float32 and float64. One kernel needs neighbouring channels.
-        z: the input of the norm's gate, [B, T, H_v, V] or [B, T, H_k, H_v / H_k, V], in the dtype of mixed. One kernel
-            needs the values of a key head next to each other, in the first form those of all heads.
-        a, b: the gate and beta before their activations, as those of gated_delta_net, [B, T, H_v] or [B, T, H_k,
-            H_v / H_k]. One kernel needs a last stride of 1.
-        conv_weight, conv_bias: [D, W] or [D, 1, W], and [D] or None, D = 2 H_k K + H_v V, as those of causal_conv1d:
-            the channels of q, of k and of v, also if mixed is by key heads. conv_weight None: mixed is the result of
-            the convolution, and there are no windows.
-        norm_weight: [V], any floating dtype.
-        A_log, dt_bias: [H_v], any floating dtype.
-        window_pool: [slots, D, W - 1] or [slots, D, W], any strides, as state_pool of prefill_causal_conv1d. Written.
-            None without conv_weight.
-        state_pool: [slots, H_v, V, K], as that of decode_gated_delta_rule. Written.
-        state_indices: slot of each sequence's window and state, [B], int32 or int64. Or [N, S] as that of
-            decode_gated_delta_rule; the window is in the slot of column 0.
-        null_index: an index of at most this is no slot: y of the sequence is 0, and nothing is written.
-        scale, allow_neg_eigval: as those of gated_delta_net.
-        norm_eps, norm_activation: eps and activation of gated_rms_norm.
-        cu_seqlens, write_indices, intermediate_states, intermediate_indices, parents: as those of
-            decode_gated_delta_rule. On a GPU a sequence has at most 8 tokens; y of more is 0, and they change nothing.
-        num_accepted_tokens: as that of decode_gated_delta_rule. window_pool then has W - 2 + S columns or more: a
-            sequence starts from the W - 1 columns that begin with column num_accepted_tokens[n] - 1, and its tokens'
-            rows are written behind the last W - 2 of these, from column 0 on. So the columns that begin with a - 1 are
-            the window after a accepted tokens; a prefill writes the first W - 1. Not with parents.
-        intermediate_windows: memory for the window after each token, [rows, steps, D, W - 1], in the dtype of
-            window_pool, any strides; rows and steps as those of intermediate_states. Written.
-        update_state: write the window and, without write_indices, the state after the last token to the sequence's
-            slot.
-        out: memory for y, [B, T, H_v, V], in the dtype of mixed, any strides.
+    As in gated_delta_net: A_log, dt_bias, scale, allow_neg_eigval, norm_eps, norm_activation.
+    As in decode_gated_delta_rule: state_pool, write_indices, intermediate_states, intermediate_indices, parents.
 
-    Returns:
-        y: [B, T, H_v, V], in the dtype of mixed; `out` if that is given.
+    Parameters
+    ----------
+    mixed : Tensor
+        The projections to q, k and v before the convolution, [B, T, 2 H_k K + H_v V]: the heads of q, then of k, then
+        of v of each token. Or by key heads, [B, T, H_k, 2 K + H_v / H_k V]: q, k and the values of each. bfloat16 or
+        float16; on the CPU also float32 and float64. One kernel needs neighbouring channels.
+    z : Tensor
+        The input of the norm's gate, [B, T, H_v, V] or [B, T, H_k, H_v / H_k, V], in the dtype of mixed. One kernel
+        needs the values of a key head next to each other, in the first form those of all heads.
+    a : Tensor
+        The input of the gate, [B, T, H_v] or [B, T, H_k, H_v / H_k], any floating dtype. One kernel needs a last stride
+        of 1.
+    b : Tensor
+        The input of the step size, as a.
 
-    Raises:
-        RuntimeError: an argument has the wrong device, dtype or shape; or a pool or `out` overlaps itself or another
-            argument. On the CPU or with FLASH_QLA_CHECK=1 also: an index is out of range, or two sequences write one
-            slot. The message names the argument, what was expected and what came, and nothing has been written.
-            Unchecked, the GPU treats an index out of range as no slot, and the contents of a slot that is written twice
-            are undefined.
-        TypeError: a list, an array or a NestedTensor came where a tensor is expected.
-        NotImplementedError: a gradient is asked for.
+    Weights
+    -------
+    conv_weight : Tensor or None
+        [D, W] or [D, 1, W], D = 2 H_k K + H_v V, as weight of causal_conv1d: the channels of q, of k and of v, also if
+        mixed is by key heads. None: mixed is the result of the convolution, and there are no windows.
+    conv_bias : Tensor or None
+        [D] or None.
+    norm_weight : Tensor
+        [V], any floating dtype.
+
+    Pools
+    -----
+    window_pool : Tensor or None
+        [slots, D, W - 1] or [slots, D, W], any strides, as state_pool of prefill_causal_conv1d. None without
+        conv_weight. It is written.
+    state_indices : Tensor
+        Slot of each sequence's window and state, [N], int32 or int64. Or [N, S] as that of decode_gated_delta_rule; the
+        window is in the slot of column 0.
+    null_index : int, default -1
+        An index of at most this is no slot: y of the sequence is 0, and nothing is written.
+    update_state : bool, default True
+        Write the window and, without write_indices, the state after the last token to the sequence's slot.
+
+    Drafts
+    ------
+    cu_seqlens : Tensor, optional
+        As that of decode_gated_delta_rule. On a GPU a sequence has at most 8 tokens; y of more is 0, and they change
+        nothing.
+    num_accepted_tokens : Tensor, optional
+        As that of decode_gated_delta_rule. window_pool then has W - 2 + S columns or more: a sequence starts from the
+        W - 1 columns that begin with column num_accepted_tokens[n] - 1, and its tokens' rows are written behind the
+        last W - 2 of these, from column 0 on. So the columns that begin with a - 1 are the window after a accepted
+        tokens; a prefill writes the first W - 1. Not with parents.
+    intermediate_windows : Tensor, optional
+        Memory for the window after each token, [rows, steps, D, W - 1], in the dtype of window_pool, any strides; rows
+        and steps as those of intermediate_states. It is written.
+
+    Other Parameters
+    ----------------
+    out : Tensor, optional
+        Memory for y, [B, T, H_v, V], in the dtype of mixed, any strides. It is written.
+
+    Returns
+    -------
+    y : Tensor
+        [B, T, H_v, V], in the dtype of mixed; `out` if that is given.
+
+    Raises
+    ------
+    RuntimeError
+        An argument has the wrong device, dtype or shape; or what is written overlaps itself or another argument. On the
+        CPU or with FLASH_QLA_CHECK=1 also: an index is out of range, or two sequences write one slot. The message names
+        the argument, what was expected and what came, and nothing has been written. Unchecked, the GPU treats an index
+        out of range as no slot, and the contents of a slot that is written twice are undefined.
+    TypeError
+        A list, an array or a NestedTensor came where a tensor is expected.
+    NotImplementedError
+        A gradient is asked for.
     """
     try:
         y = torch.ops.flash_qla.decode_gated_delta_net(
