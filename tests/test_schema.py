@@ -21,6 +21,7 @@ OPS = (
     "decode_gated_delta_rule_packed",
     "decode_gated_delta_rule_buffered",
     "gated_rms_norm",
+    "decode_gated_delta_net",
 )
 REGIONS = ("gated_delta_net", "prefill_gated_delta_net")  # whose functions give z its heads
 
