@@ -66,6 +66,9 @@ def step_of(x: dict, tokens: int) -> SimpleNamespace:
     return SimpleNamespace(
         num_prefills=0,
         num_decodes=0 if has_drafts else N,
+        num_decode_tokens=0 if has_drafts else N,
+        checkpoint=None,
+        flashinfer_checkpoint_plan=None,
         num_spec_decodes=N if has_drafts else 0,
         num_actual_tokens=tokens,
         spec_sequence_masks=torch.ones(N, dtype=torch.bool) if has_drafts else None,
@@ -135,6 +138,57 @@ def test_a_step_without_drafts_has_the_first_columns(run):
     assert relative_error(out.double(), wanted["y"].flatten(0, 1)) < BARS[2]
 
 
+class ByKeyHeads(Layer):
+    def fix_query_key_value_ordering(self, mixed_qkvz, ba):
+        mixed, z, b, a = _vllm_layer.parts(self, mixed_qkvz, ba)
+        q, k, v = mixed.split([self.head_k_dim, self.head_k_dim, mixed.shape[-1] - 2 * self.head_k_dim], -1)
+        v = v.unflatten(-1, (-1, self.head_v_dim)).flatten(1, 2)
+        return q, k, v, z.flatten(1, 2), b.flatten(1), a.flatten(1)
+
+    def _forward_core(self, mixed_qkv, b, a, core_attn_out):
+        self.calls.append((mixed_qkv, b, a))
+        core_attn_out[:3] = 1
+
+    def _rms_norm_gated_cuda(self, x, output_gate, out):
+        self.calls.append(output_gate)
+        out.mul_(output_gate)
+
+
+@pytest.mark.parametrize("decodes", (0, 2))
+@pytest.mark.parametrize("by_key_heads", (False, True))
+def test_prefill(decodes, by_key_heads, device, run):
+    """Prompts, one of which starts from zero, after the tokens of sequences that decode."""
+    lengths = (*(1,) * decodes, 9, 5, 3)
+    options = (("null_index", 0),)
+    case = Case(lengths=lengths, indices=(4, 2, 6, 0, 3)[: len(lengths)], by_key_heads=by_key_heads, options=options)
+    x = make(case, device)
+    fresh = x["state_indices"][decodes]
+    for name in ("state_pool", "window_pool"):
+        x[name][fresh] = 0
+    wanted = expected(x)
+    for name in ("state_pool", "window_pool"):
+        x[name][fresh] = torch.nan
+    layer = layer_of(x, case, device, cls=ByKeyHeads)
+    layer.has_flash_qla_region = True
+    tokens = sum(lengths)
+    step = step_of(x, tokens)
+    vars(step).update(
+        num_prefills=3,
+        num_decodes=decodes,
+        num_decode_tokens=decodes,
+        prefill_query_start_loc=x["cu_seqlens"][decodes:] - decodes,
+        prefill_state_indices=x["state_indices"][decodes:],
+        prefill_has_initial_state=torch.tensor([False, True, True], device=device),
+    )
+    out = torch.full((tokens + 2, case.H_v, case.V), 7.0, dtype=case.dtype, device=device)
+    run(layer, step, in_one(x, "mixed", "z"), in_one(x, "b", "a"), out)
+    assert layer.calls == [] and (out[tokens:] == 7).all()
+    assert relative_error(out[:tokens].double(), wanted["y"][0].to(device)) < BARS[2]
+    used = x["state_indices"][x["state_indices"] > 0].long().cpu()
+    assert torch.equal(x["window_pool"].double().cpu()[used], wanted["window_pool"][used])
+    assert relative_error(x["state_pool"].double().cpu()[used], wanted["state_pool"][used]) < BARS[4]
+
+
 def test_other_steps_are_theirs(run):
     case = Case(**SEVERAL)
     x = make(case, "cpu")
@@ -144,6 +198,9 @@ def test_other_steps_are_theirs(run):
     many = torch.zeros(5, 9, dtype=torch.int32)
     for change, attributes in (
         ({"num_prefills": 1}, {}),
+        ({"num_prefills": 1, "spec_sequence_masks": None, "checkpoint": 1}, {}),
+        ({"num_prefills": 1, "spec_sequence_masks": None, "flashinfer_checkpoint_plan": 1}, {}),
+        ({"num_prefills": 1, "spec_sequence_masks": None, "prefill_state_indices": many[0]}, {}),  # wide windows
         ({"num_decodes": 1}, {}),
         ({"spec_state_indices_tensor": many}, {}),
         ({}, {"gdn_decode_kernel": "cuda"}),
@@ -158,30 +215,14 @@ def test_other_steps_are_theirs(run):
         assert torch.equal(x[name], tensor)
 
 
-def test_a_prefill_of_heads_in_groups(run):
+def test_another_step_by_key_heads(run):
     """vLLM's path has no such layout: the tokens are sorted as in the layer without it, then core and norm run."""
-
-    class Grouped(Layer):
-        def fix_query_key_value_ordering(self, mixed_qkvz, ba):
-            mixed, z, b, a = _vllm_layer.parts(self, mixed_qkvz, ba)
-            q, k, v = mixed.split([self.head_k_dim, self.head_k_dim, mixed.shape[-1] - 2 * self.head_k_dim], -1)
-            v = v.unflatten(-1, (-1, self.head_v_dim)).flatten(1, 2)
-            return q, k, v, z.flatten(1, 2), b.flatten(1), a.flatten(1)
-
-        def _forward_core(self, mixed_qkv, b, a, core_attn_out):
-            self.calls.append((mixed_qkv, b, a))
-            core_attn_out[:3] = 1
-
-        def _rms_norm_gated_cuda(self, x, output_gate, out):
-            self.calls.append(output_gate)
-            out.mul_(output_gate)
-
     case = Case(T=4, indices=(2,), by_key_heads=True)
     x = make(case, "cpu")
-    layer = layer_of(x, case, "cpu", cls=Grouped)
+    layer = layer_of(x, case, "cpu", cls=ByKeyHeads)
     layer.has_flash_qla_region = True
     out = torch.zeros(4, case.H_v, case.V, dtype=case.dtype)
-    step = SimpleNamespace(num_prefills=1, num_actual_tokens=3)
+    step = SimpleNamespace(**vars(step_of(x, 3)) | {"num_prefills": 1, "checkpoint": 1})
     run(layer, step, in_one(x, "mixed", "z"), in_one(x, "b", "a"), out)
     (mixed, b, a), z = layer.calls
     from test_decode_region import plain
@@ -199,7 +240,7 @@ def test_the_constructor(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(Layer, "__init__", _vllm_layer.with_region(Layer.__init__))
     for capability, change, why in (
-        ((9, 0), {}, "as one kernel"),
+        ((9, 0), {}, "as one call"),
         ((8, 0), {}, "compute capability 9.0"),
         ((9, 0), {"dtype": torch.float16}, "expected bfloat16"),
         ((9, 0), {"H_k": 1, "H_v": 5}, "5 value heads"),
@@ -210,7 +251,7 @@ def test_the_constructor(monkeypatch, caplog):
         inputs = x if not change else make(of_layer, "cpu")
         for _ in range(2):
             layer = layer_of(inputs, of_layer, "cpu")
-        assert layer.has_flash_qla_region == layer.enable_fused_gdn_spec_decode == (why == "as one kernel")
+        assert layer.has_flash_qla_region == layer.enable_fused_gdn_spec_decode == (why == "as one call")
         assert why in caplog.records[-1].message
     assert len(caplog.records) == 5
 

@@ -1,9 +1,15 @@
-"""vLLM's layer of Qwen3-Next and Qwen3.5: a step of decoding, also with drafts, is one call of decode_gated_delta_net.
+"""vLLM's layer of Qwen3-Next and Qwen3.5: all between its projections is a call of flash_qla's, or two.
 
-vLLM has a path that takes the norm into the layer's custom op, for its own kernel of drafts. A layer whose parts
-decode_gated_delta_net takes gets that path for every step, and this module's method in it. Steps with a prefill run the
-functions that the layer had without it: the convolution, the delta rule and vLLM's norm. So do steps with drafts if
-VLLM_GDN_DECODE_KERNEL=cuda asks for vLLM's kernel.
+vLLM has a path that takes the norm into the layer's custom op, for its own kernel of drafts. A layer whose parts are
+flash_qla's gets that path for every step, and this module's method in it:
+
+  decoding, also with drafts    decode_gated_delta_net
+  prefill                       prefill_gated_delta_net
+  prefill and decoding          both, because vLLM has the tokens of decoding first
+
+Other steps run the functions that the layer had without it: those with drafts beside other sequences, with checkpoints
+of prefixes, with a prefill where windows have columns for drafts, and drafts if VLLM_GDN_DECODE_KERNEL=cuda asks for
+vLLM's kernel.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from collections.abc import Callable
 import torch
 
 import flash_qla
+from flash_qla_environment import is_not_off
 
 NULL_INDEX = 0  # vLLM's null slot
 MOST_TOKENS = 8  # of a sequence, in one kernel
@@ -53,9 +60,9 @@ def with_region(theirs: Callable) -> Callable:
             _said.add(reason)
             log = logging.getLogger("vllm.flash_qla")
             if reason is None:
-                log.info("flash_qla runs steps of decoding as one kernel, from the convolution to the norm")
+                log.info("flash_qla runs a layer's convolution, delta rule and norm as one call")
             else:
-                log.info("steps of decoding run convolution, delta rule and norm one by one: %s", reason)
+                log.info("a layer's convolution, delta rule and norm run one by one: %s", reason)
 
     return __init__
 
@@ -68,14 +75,15 @@ def forward_core(theirs: Callable) -> Callable:
         metadata = _metadata(self)
         if metadata is not None and _decodes(self, metadata):
             decode(self, metadata, mixed_qkvz, ba, core_attn_out)
+        elif metadata is not None and _prefills(self, metadata):
+            prefill(self, metadata, mixed_qkvz, ba, core_attn_out)
         elif metadata is None or not self.gqa_interleaved_layout:
             theirs(self, mixed_qkvz, ba, core_attn_out)
         else:  # as the layer without this path
-            q, k, v, z, b, a = self.fix_query_key_value_ordering(mixed_qkvz, ba)
-            mixed_qkv = torch.cat([x.flatten(1) for x in (q, k, v)], -1)
+            mixed_qkv, z, b, a = packed_parts(self, mixed_qkvz, ba)
             self._forward_core(mixed_qkv=mixed_qkv, b=b.contiguous(), a=a.contiguous(), core_attn_out=core_attn_out)
             o = core_attn_out[: metadata.num_actual_tokens]
-            self._rms_norm_gated_cuda(o, z.reshape(core_attn_out.shape)[: o.shape[0]], o)
+            self._rms_norm_gated_cuda(o, z[: o.shape[0]], o)
 
     return _forward_core_fused_norm_packed
 
@@ -96,21 +104,48 @@ def _decodes(layer, metadata) -> bool:
     return is_all_drafts and metadata.spec_state_indices_tensor.shape[1] <= MOST_TOKENS
 
 
-def decode(layer, metadata, mixed_qkvz, ba, core_attn_out) -> None:
+def _prefills(layer, metadata) -> bool:
+    """Whether every sequence of a step is a prompt, or a token that follows one, and nothing is kept of it."""
+    others = ("spec_sequence_masks", "checkpoint", "flashinfer_checkpoint_plan")
+    return (
+        getattr(layer, "has_flash_qla_region", False)
+        and all(getattr(metadata, x, None) is None for x in others)
+        and getattr(metadata, "prefill_state_indices", None) is not None  # of newer releases
+        and metadata.num_prefills > 0
+        and metadata.num_decodes == metadata.num_decode_tokens
+        and _windows(layer).shape[2] == layer.conv1d.weight.shape[-1] - 1
+    )
+
+
+def _windows(layer) -> torch.Tensor:
+    """The pool of windows, [slots, D, columns]."""
+    windows = layer.kv_cache[0]
+    return windows if windows.shape[1] == layer.conv1d.weight.shape[0] else windows.transpose(1, 2)
+
+
+def _of_call(layer, windows: torch.Tensor, slots: torch.Tensor) -> tuple[tuple, dict]:
+    """Weights and pools, and the norm and more by name, as both of flash_qla's functions take them."""
+    weights = (layer.conv1d.weight.flatten(1), layer.conv1d.bias, layer.norm.weight, layer.A_log, layer.dt_bias)
+    activation = "sigmoid" if layer.norm.activation == "sigmoid" else "silu"
+    named = {"scale": layer.head_k_dim**-0.5, "null_index": NULL_INDEX}
+    return (*weights, windows, layer.kv_cache[1], slots), named | {
+        "norm_eps": layer.layer_norm_epsilon,
+        "norm_activation": activation,
+    }
+
+
+def decode(layer, metadata, mixed_qkvz, ba, core_attn_out, tokens: int | None = None) -> None:
     """A step of decoding, written to core_attn_out [tokens, H_v, V].
 
     Args:
         layer: with conv1d, norm, A_log, dt_bias, kv_cache and the numbers of heads.
-        metadata: a step that _decodes takes.
+        metadata: a step that _decodes takes, or _prefills.
         mixed_qkvz: [tokens, 2 H_k K + 2 H_v V], packed or by key heads.
         ba: [tokens, 2 H_v], likewise.
+        tokens: those of decoding, the first ones; all by default.
     """
-    tokens = metadata.num_actual_tokens
-    has_drafts = metadata.spec_sequence_masks is not None
-    windows, states = layer.kv_cache[:2]
-    conv = layer.conv1d
-    if windows.shape[1] != conv.weight.shape[0]:
-        windows = windows.transpose(1, 2)
+    tokens = metadata.num_actual_tokens if tokens is None else tokens
+    has_drafts, windows = metadata.spec_sequence_masks is not None, _windows(layer)
     if has_drafts:
         N = metadata.num_spec_decodes
         slots = metadata.spec_state_indices_tensor[:N]
@@ -121,18 +156,37 @@ def decode(layer, metadata, mixed_qkvz, ba, core_attn_out) -> None:
         }
     else:  # with drafts in other steps a window has more columns, of which the first ones count
         slots, tables = metadata.non_spec_state_indices_tensor[:tokens], {}
-        windows = windows[..., : conv.weight.shape[-1] - 1]
+        windows = windows[..., : layer.conv1d.weight.shape[-1] - 1]
 
     def of_step(x):
         return x[:tokens].unsqueeze(0 if has_drafts else 1)
 
     mixed, z, b, a = map(of_step, parts(layer, mixed_qkvz, ba))
-    flash_qla.decode_gated_delta_net(
-        mixed, z, a, b, conv.weight.flatten(1), conv.bias, layer.norm.weight, layer.A_log, layer.dt_bias, windows,
-        states, slots, scale=layer.head_k_dim**-0.5, null_index=NULL_INDEX, norm_eps=layer.layer_norm_epsilon,
-        norm_activation="sigmoid" if layer.norm.activation == "sigmoid" else "silu", out=of_step(core_attn_out),
-        **tables,
+    of_layer, named = _of_call(layer, windows, slots)
+    flash_qla.decode_gated_delta_net(mixed, z, a, b, *of_layer, out=of_step(core_attn_out), **named, **tables)
+
+
+def prefill(layer, metadata, mixed_qkvz, ba, core_attn_out) -> None:
+    """A step that _prefills takes, as decode."""
+    begin, end = metadata.num_decode_tokens, metadata.num_actual_tokens
+    if begin > 0:
+        decode(layer, metadata, mixed_qkvz, ba, core_attn_out, begin)
+    mixed, z, b, a = (x[None] for x in packed_parts(layer, mixed_qkvz[begin:end], ba[begin:end]))
+    of_layer, named = _of_call(layer, _windows(layer), metadata.prefill_state_indices)
+    flash_qla.prefill_gated_delta_net(
+        mixed, z, a, b, *of_layer, num_k_heads=layer.num_k_heads // layer.tp_size, head_k_dim=layer.head_k_dim,
+        cu_seqlens=metadata.prefill_query_start_loc, has_initial_state=metadata.prefill_has_initial_state,
+        batch_invariant=is_not_off("VLLM_BATCH_INVARIANT"), out=core_attn_out[None, begin:end], **named,
     )  # fmt: skip
+
+
+def packed_parts(layer, mixed_qkvz: torch.Tensor, ba: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """parts, with mixed [tokens, 2 H_k K + H_v V] and z [tokens, H_v, V]; a copy of tokens by key heads."""
+    if not layer.gqa_interleaved_layout:
+        return parts(layer, mixed_qkvz, ba)
+    q, k, v, z, b, a = layer.fix_query_key_value_ordering(mixed_qkvz, ba)
+    mixed = torch.cat([x.flatten(1) for x in (q, k, v)], -1)
+    return mixed, z.reshape(len(z), -1, layer.head_v_dim), b, a
 
 
 def parts(layer, mixed_qkvz: torch.Tensor, ba: torch.Tensor) -> tuple[torch.Tensor, ...]:
