@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 
+from flash_qla.cp import CPContext, published, region as of_ranks
 from flash_qla.ops import autograd
 from flash_qla.ops.checks import explain
 
@@ -39,6 +40,7 @@ def gated_delta_net(
     allow_neg_eigval: bool = False,
     norm_eps: float = 1e-6,
     norm_activation: Literal["silu", "sigmoid"] = "silu",
+    cp_context: CPContext | published.FlashQLACPContext | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The convolution, the Gated Delta Rule and the gated norm of a layer: all between its projections.
 
@@ -107,6 +109,10 @@ def gated_delta_net(
         eps of gated_rms_norm.
     norm_activation : "silu" or "sigmoid", default "silu"
         activation of gated_rms_norm.
+    cp_context : CPContext | FlashQLACPContext, optional
+        As that of chunk_gated_delta_rule, with conv1d_kernel_size = W: the ranks exchange the halo of the convolution
+        too. The parts then run one by one, and autograd keeps what they keep. initial_window must be None; a
+        final_window is that of the rank's own tokens.
 
     Returns
     -------
@@ -125,6 +131,17 @@ def gated_delta_net(
     NotImplementedError
         Gradients made with create_graph=True are differentiated again; or forward-mode differentiation.
     """
+    if cp_context is not None:
+        cp_context, cu_seqlens, auto_cp = published.ranks_of(cp_context, cu_seqlens, auto_cp)
+    if cp_context is not None:
+        y, *states = of_ranks.gated_delta_net(
+            cp_context, mixed, _by_heads(z, a), a, b, conv_weight, conv_bias, norm_weight, A_log=A_log, dt_bias=dt_bias,
+            num_k_heads=num_k_heads, head_k_dim=head_k_dim, scale=scale, initial_state=initial_state,
+            initial_window=initial_window, output_final_state=output_final_state, state_v_first=state_v_first,
+            auto_cp=auto_cp, state_dtype=state_dtype, allow_neg_eigval=allow_neg_eigval, norm_eps=norm_eps,
+            norm_activation=norm_activation,
+        )  # fmt: skip
+        return y.view(z.shape), *states
     try:
         heads = _by_heads(z, a)
         y, final_state, final_window, _ = autograd.call(

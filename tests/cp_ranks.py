@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from accuracy import BARS, GRADIENT_BF16_BARS, relative_error
@@ -355,6 +356,51 @@ def convolved(case: Case, width: int, device: str) -> None:
     assert_near("o", found, cut(expected, "contiguous"), rtol=1e-10, atol=1e-10)
     gradients = (torch.autograd.grad(o.square().sum(), x)[0] for o, x in zip((found, expected), leaves, strict=True))
     assert_near("dv", next(gradients), cut(next(gradients), "contiguous"), rtol=1e-10, atol=1e-10)
+
+
+def layer_tensors(case: Case, device: str) -> tuple[dict, dict]:
+    """Tensors of all tokens of a layer's region, and its parameters."""
+    generator, T = torch.Generator().manual_seed(1), sum(case.lengths) + case.padding
+    D, V = 2 * case.H_k * case.K + case.H_v * case.V, case.V
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=case.dtype).to(device)
+
+    tokens = {"mixed": randn(1, T, D), "z": randn(1, T, case.H_v, V), "a": randn(1, T, case.H_v)}
+    parameters = {"conv_weight": randn(D, 4), "conv_bias": randn(D), "norm_weight": randn(V)}
+    rates = {"A_log": randn(case.H_v).double(), "dt_bias": randn(case.H_v).double()}
+    return tokens | {"b": randn(1, T, case.H_v)}, parameters | rates
+
+
+def region(case: Case, device: str) -> None:
+    """gated_delta_net over the ranks, with its gradients: the same as of the whole sequences."""
+    device = of_this_rank(device)
+    tokens, parameters = layer_tensors(case, device)
+    heads = {"num_k_heads": case.H_k, "head_k_dim": case.K}
+    offsets = torch.tensor([0, *case.lengths], device=device).cumsum(0)
+    weight = torch.randn(tokens["z"].shape, generator=torch.Generator().manual_seed(2), dtype=case.dtype).to(device)
+    whole = {x: y.clone().requires_grad_() for x, y in (tokens | parameters).items()}
+    expected, *_ = flash_qla.gated_delta_net(**whole, **heads, cu_seqlens=offsets)
+    expected_gradients = torch.autograd.grad(expected, list(whole.values()), weight)
+    for layout in LAYOUTS:
+        num_tokens = len(tokens["a"][0])
+        context = build_cp_context(offsets, dist.group.WORLD, 4, layout=layout, num_tokens=num_tokens)
+        local = {x: cut(y, layout) for x, y in tokens.items()} | parameters
+        local = {x: y.clone().requires_grad_() for x, y in local.items()}
+        found, state, window = flash_qla.gated_delta_net(**local, **heads, cp_context=context, output_final_state=True)
+        assert state.shape[0] == window.shape[0] == context.num_seqs
+        assert_near("y", found, cut(expected, layout), rtol=1e-9, atol=1e-9)
+        gradients = torch.autograd.grad(found, list(local.values()), cut(weight, layout))
+        for name, ours, all_of_them in zip(local, gradients, expected_gradients, strict=True):
+            if name in tokens:
+                assert_near(f"d{name}", ours, cut(all_of_them, layout), rtol=1e-9, atol=1e-9)
+            else:
+                dist.all_reduce(ours)
+                assert_near(f"d{name}", ours, all_of_them, rtol=1e-9, atol=1e-9)
+    for wrong, text in (({"initial_window": window}, "initial_window is a tensor"), ({}, "conv1d_kernel_size None")):
+        without = context if wrong else build_cp_context(offsets, dist.group.WORLD, num_tokens=num_tokens)
+        with pytest.raises(ValueError, match=text):
+            flash_qla.gated_delta_net(**local, **heads, cp_context=without, **wrong)
 
 
 def wrong_tokens(case: Case) -> None:

@@ -222,6 +222,14 @@ def test_a_convolution_before_it(device, world_size, case):
     run_on_ranks(world_size, cp_ranks.convolved, case, 4, device, device=device)
 
 
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize(("lengths", "padding"), (((50, 1, 2, 3, 61, 1), 2), ((2, 7), 15)), ids=str)
+def test_region(world_size, lengths, padding):
+    """Also sequences shorter than the convolution, at the borders of ranks, and ranks with padding alone."""
+    case = Case(lengths=lengths, padding=padding, H_k=1, H_v=2, K=16, V=24, dtype=torch.float64)
+    run_on_ranks(world_size, cp_ranks.region, case, "cpu", device="cpu")
+
+
 # One process that plays all ranks, which is how one GPU can
 
 

@@ -13,11 +13,11 @@ arguments and meaning, so their signatures are vLLM's. States are [slots, H_v, V
 has no state. With VLLM_BATCH_INVARIANT=1 the bits of a prefill do not depend on the batch. From 0.28.0 on, vLLM's fused
 kernel for drafts stays in use unless VLLM_GDN_DECODE_KERNEL=triton is in the environment.
 
-On Hopper a step of a layer of Qwen3-Next and Qwen3.5 in bf16 is one call between its projections, or two, if the release
-has a path for it: _vllm_layer.py says which steps. In the others nothing runs between the convolution of a prefill and
-the chunk function: fused_post_conv_prep returns views and the inputs of the gates, which the chunk function takes; the
-norm is vLLM's, because it writes in place. One line of the log says which functions are replaced, another says why
-vLLM's own runs where it takes a call instead.
+On Hopper a step of a layer of Qwen3-Next and Qwen3.5 in bf16 is one call between its projections, or two, if the
+release has a path for it: _vllm_layer.py says which steps. In the others nothing runs between the convolution of a
+prefill and the chunk function: fused_post_conv_prep returns views and the inputs of the gates, which the chunk function
+takes; the norm is vLLM's, because it writes in place. One line of the log says which functions are replaced, another
+says why vLLM's own runs where it takes a call instead.
 
 Written for vLLM 0.22.0 to 0.33.0. vLLM 0.33.0 has generated text on the functions of the delta rule on an H100:
 eagerly, in CUDA graphs, with Inductor, with prefix caching, and with drafts; for OLMo-Hybrid in CUDA graphs. Other
