@@ -14,7 +14,7 @@ from cpp_example import EXAMPLE, assert_close, export_block, tool
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER, EMULATOR, SYSTEM = "aarch64-linux-gnu-g++", "qemu-aarch64", Path("/usr/aarch64-linux-gnu")
-# PyPI's torch for Arm without CUDA: later releases need CUDA's libraries.
+# PyPI's last torch for Arm that needs no libraries of CUDA. The headers are those of this Python's torch.
 TORCH, PLATFORMS = "2.10.0", ("manylinux_2_28_aarch64", "manylinux2014_aarch64")
 
 pytestmark = [
@@ -55,7 +55,7 @@ def libraries(packages) -> str:
 
 
 @pytest.fixture(scope="module")
-def library(packages, tmp_path_factory) -> Path:
+def library(packages, libraries, tmp_path_factory) -> Path:
     if not (ROOT / "build/kernels/launchers.cpp").is_file():
         pytest.skip("needs the kernels that a build in this checkout compiles")
     folder = tmp_path_factory.mktemp("build")
@@ -65,7 +65,7 @@ def library(packages, tmp_path_factory) -> Path:
         "CMAKE_CXX_COMPILER": COMPILER,
         "CMAKE_MAKE_PROGRAM": tool("ninja"),
         "Python_EXECUTABLE": sys.executable,
-        "TORCH_ROOT": packages / "torch",
+        "TORCH_LIB": libraries,
         "CUDA_STATIC_RUNTIME": packages / "nvidia/cuda_runtime/lib/libcudart_static.a",
     }
     run(tool("cmake"), "-G", "Ninja", "-S", ROOT, "-B", folder, *(f"-D{name}={x}" for name, x in given.items()))

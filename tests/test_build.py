@@ -272,7 +272,7 @@ class TestCache:
         after = (out / "launchers.cpp").read_text().splitlines()
         assert {re.sub(r"\d+|// \w+", "", new) for old, new in zip(before, after, strict=True) if old != new} == {
             "",
-            "    .packed = follow_sm__lzma_packed, .packed_bytes = , .bytes = }};",
+            "    .packed = follow_sm__lzma_packed, .packed_bytes = , .bytes = };",
         }
 
     def test_spills_over_the_budget_fail(self, copy_of_built):

@@ -1,6 +1,6 @@
 // Conversions of 8-bit numbers in plain arithmetic, for architectures without instructions for them, and for the
 // emulator. kE5M2: the format e5m2, else e4m3. Every number of both formats is a number of fp16. There are no branches,
-// because a kernel has hundreds of conversions: NVRTC takes half as long.
+// because a kernel has hundreds of conversions: NVRTC takes a third less time.
 #pragma once
 
 #include <cuda_fp16.h>
