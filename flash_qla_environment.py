@@ -18,6 +18,7 @@ _EXPECTED = f"expected one of {', '.join(filter(None, ON + OFF))}"
 SWITCHES = {
     "FLASH_QLA_CHECK": "calls check the contents of their tensors",
     "FLASH_QLA_QUIET": "no warning that the CPU implementation is slow",
+    "FLASH_QLA_ANY_GPU": "other packages' layers run flash_qla on GPUs other than Hopper's, too",
     "FLASH_QLA_VLLM": "vLLM's layers run flash_qla",
     "FLASH_QLA_SGLANG": "SGLang's layers run flash_qla",
     "FLASH_QLA_ALLOW_SPILLS": "a build accepts kernels that spill registers",

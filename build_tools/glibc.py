@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 OLDEST = (2, 28)  # PyTorch's own wheels need it too
+# The processor in a wheel's tag, by its name in an ELF file
+MACHINES = {"Advanced Micro Devices X86-64": "x86_64", "AArch64": "aarch64"}
 
 # Libraries whose functions glibc 2.34 moved into libc.so.6
 MOVED = {"libpthread.so.0": ("pthread_", "sem_"), "libdl.so.2": ("dl",), "librt.so.1": ("shm_",)}
@@ -75,10 +77,13 @@ def write_stubs(compiler: str, folder: Path) -> list[Path]:
 
 
 def platform_tag(libraries: Iterable[Path]) -> str:
-    """manylinux_2_28_x86_64, or the tag of a newer glibc if the libraries need one, wherever they were linked."""
-    headers = subprocess.run(["objdump", "-p", *libraries], capture_output=True, text=True, check=True).stdout
-    needed = max(map(parse, re.findall(r" GLIBC_([\d.]+)$", headers, re.MULTILINE)))
-    return "manylinux_{}_{}_x86_64".format(*max(needed[:2], OLDEST))
+    """manylinux_2_28_x86_64 or manylinux_2_28_aarch64, or the tag of a newer glibc if the libraries need one, wherever
+    they were linked."""
+    command = ["readelf", "-h", "-V", "-W", *libraries]
+    headers = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    needed = max(map(parse, re.findall(r"\bName: GLIBC_([\d.]+)", headers)))
+    (machine,) = {MACHINES[name] for name in re.findall(r"^ +Machine: +(.*)$", headers, re.MULTILINE)}
+    return "manylinux_{}_{}_{}".format(*max(needed[:2], OLDEST), machine)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,19 @@ Kernel authors:
   the sources and compiles nothing, which is enough for the emulator.
 
 A full run leaves OUT/kernels.h (argument structs and launchers for the host code, see build_tools/registry.py),
-OUT/launchers.cpp, which embeds each OUT/<instance>.<architecture>.cubin, and OUT/registry.cpp. OUT/<instance>.json has
-the hash that decides whether an instance is up to date. The hash covers sources, parameters, flags and tool versions,
-but no time stamps and absolute paths, so it survives pip's throw-away build environments.
+OUT/launchers.cpp, which embeds each OUT/<kernel>.<architecture>.lzma, the code of a kernel's instances, and
+OUT/registry.cpp. OUT/<instance>.json has the hash that decides whether an instance is up to date. The hash covers
+sources, parameters, flags and tool versions, but no time stamps and absolute paths, so it survives pip's throw-away
+build environments.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib
 import json
@@ -31,10 +34,11 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
-from build_tools import codegen, layout, nvrtc, registry
+from build_tools import archive, codegen, layout, nvrtc, registry
+from build_tools.archive import Archive
 from build_tools.instance import HOPPER, Instance
 from build_tools.lower import Field
 from build_tools.registry import Compiled, Resources
@@ -81,14 +85,20 @@ class Builder:
         return self.kernels.name
 
     def content_hash(self, instance: Instance) -> str:
-        digest = hashlib.sha256()
-        sources = self._imported(instance.module)
-        for path in [*sources, *self._included(sources), *BUILD_SOURCES]:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-        compilers = [self.tilelang, CUDA_VERSION, nvrtc.OPTIONS, nvrtc.SHARED_PTX]
-        facts = [instance.name, instance.params, instance.architectures, *compilers]
+        digest = hashlib.sha256(self._sources(instance.module))
+        compilers = [self.tilelang, CUDA_VERSION, nvrtc.OPTIONS]
+        facts = [instance.name, instance.params, instance.architectures, instance.cubins, *compilers]
         digest.update(json.dumps(facts).encode())
         return digest.hexdigest()
+
+    @functools.cache  # noqa: B019  the forks inherit it
+    def _sources(self, module: str) -> bytes:
+        """A hash of the sources of the module's instances."""
+        digest = hashlib.sha256()
+        sources = self._imported(module)
+        for path in [*sources, *self._included(sources), *BUILD_SOURCES]:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        return digest.digest()
 
     def _imported(self, module: str) -> list[Path]:
         """The kernel's file, and those of its package that it imports, directly or not."""
@@ -128,9 +138,10 @@ class Builder:
                     pending.append(path)
         return [found[name] for name in sorted(found)]
 
-    def cubins(self, instance: Instance) -> dict[str, Path]:
+    def codes(self, instance: Instance) -> dict[str, Path]:
         """The files with the instance's code, by architecture."""
-        return {arch: self.out / f"{instance.name}.{arch}.cubin" for arch in instance.architectures}
+        kinds = {arch: "cubin" if arch in instance.cubins else "ptx" for arch in instance.architectures}
+        return {arch: self.out / f"{instance.name}.{arch}.{kind}" for arch, kind in kinds.items()}
 
     def record(self, instance: Instance) -> dict:
         """The record that build() stored."""
@@ -138,7 +149,7 @@ class Builder:
 
     def valid_record(self, instance: Instance) -> dict | None:
         """The record of an earlier build; None if the instance is out of date."""
-        files = [self.out / f"{instance.name}.json", *self.cubins(instance).values()]
+        files = [self.out / f"{instance.name}.json", *self.codes(instance).values()]
         if not all(file.is_file() for file in files):
             return None
         record = self.record(instance)
@@ -149,7 +160,7 @@ class Builder:
         name, content_hash = instance.name, self.content_hash(instance)
         source = self.out / f"{name}.cu"
         record_file, log = self.out / f"{name}.json", self.out / f"{name}.log"
-        for stale in (record_file, log, *self.cubins(instance).values()):
+        for stale in (record_file, log, *self.codes(instance).values()):
             stale.unlink(missing_ok=True)
 
         start = time.process_time()
@@ -159,7 +170,7 @@ class Builder:
 
         start = time.process_time()
         try:
-            output = self.compiler.compile(source, instance.architectures)
+            output = self.compiler.compile(source, instance.cubins)
         except nvrtc.CompileError as error:
             log.write_text(str(error))
             lines = str(error).splitlines()
@@ -176,6 +187,7 @@ class Builder:
             "shared_bytes": lowered.shared_bytes,
             "resources": {arch: dataclasses.asdict(registry.parse_ptxas(text)) for arch, text in output.items()},
             "launcher": codegen.launcher(instance, lowered),
+            "waits_for_predecessor": lowered.waits_for_predecessor,
             "remarks": remarks,
             "lower_seconds": lower_seconds,
             "compile_seconds": time.process_time() - start,
@@ -213,13 +225,23 @@ class Builder:
         write(self.out / "kernels.h", registry.header(compiled))
         write(self.out / "registry.cpp", registry.registry(compiled, self.tilelang, CUDA_VERSION))
         instances = [item.instance for item in compiled]
-        functions = [self.record(instance)["launcher"] for instance in instances]
-        cubins = {
-            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for instance in instances
-            for path in self.cubins(instance).values()
-        }
-        write(self.out / "launchers.cpp", codegen.launchers(functions, cubins))
+        archives = self.write_archives(instances)
+        at = {file: (found.name, offset) for found in archives for file, offset in found.offsets.items()}
+        functions = ""
+        for instance in instances:
+            record = self.record(instance)
+            places = {arch: at[path.name] for arch, path in self.codes(instance).items()}
+            functions += codegen.codes(instance, places, record["waits_for_predecessor"]) + record["launcher"] + "\n"
+        write(self.out / "launchers.cpp", codegen.launchers(functions, archives))
+
+    def write_archives(self, instances: list[Instance]) -> list[Archive]:
+        """Compresses the code of each kernel, because its instances are much alike: by architecture, one file."""
+        codes = defaultdict(list)
+        for instance in instances:
+            for architecture, path in self.codes(instance).items():
+                codes[f"{instance.kernel}.{architecture}"].append(path)
+        with multiprocessing.get_context("fork").Pool(max_jobs()) as pool:
+            return pool.starmap(archive.write, [(self.out / f"{name}.lzma", paths) for name, paths in codes.items()])
 
 
 def write(path: Path, text: str) -> None:
@@ -249,7 +271,7 @@ def check_spills(compiled: list[Compiled]) -> None:
         f"kernel {item.instance.name} spills {used.spill_bytes} bytes, its budget is {item.instance.spill_budget}"
         for item in compiled
         for arch, used in item.resources.items()
-        if arch.startswith("sm_90") and used.spill_bytes > item.instance.spill_budget
+        if arch == item.instance.measured and used.spill_bytes > item.instance.spill_budget
     ]
     if over and not is_on("FLASH_QLA_ALLOW_SPILLS"):
         raise BuildError("\n".join(over) + "\n(FLASH_QLA_ALLOW_SPILLS=1 builds nevertheless)")
@@ -298,14 +320,18 @@ def run(builder: Builder, instance: Instance, errors: multiprocessing.connection
 
 
 def prepare(builder: Builder, instances: list[Instance]) -> None:
-    """Imports TileLang and precompiles the preamble, side by side; the forked processes inherit both."""
-    used = Counter(arch for instance in instances for arch in instance.architectures if arch not in nvrtc.SHARED_PTX)
+    """Imports TileLang and the kernels, and precompiles the preamble, side by side; the forked processes inherit it."""
+    used = Counter(ptx for instance in instances for ptx in set(instance.cubins.values()))
     files = {arch: builder.out / f"preamble.{arch}.pch" for arch in used if used[arch] >= WORTH_PRECOMPILING}
     precompiling = threading.Thread(target=builder.compiler.precompile, args=(files,))
     precompiling.start()
     print("importing TileLang", flush=True)
     import tilelang  # noqa: F401
 
+    for instance in instances:
+        with contextlib.suppress(Exception):  # the instance's own process reports it
+            builder.content_hash(instance)
+            importlib.import_module(f"{builder.package}.{instance.module}")
     precompiling.join()
 
 

@@ -101,7 +101,7 @@ def lower(package: str, instance: Instance) -> Lowered:
     module = importlib.import_module(f"{package}.{instance.module}")
     with patches.bundles_as_parameters() as bundles:
         prim_func = getattr(module, instance.kernel)(**instance.params)
-    target = tvm.target.Target({"kind": "cuda", "arch": instance.architectures[-1]})
+    target = tvm.target.Target({"kind": "cuda", "arch": list(instance.cubins)[-1]})
     with (
         tvm.transform.PassContext(opt_level=3, config=patches.pass_configs(module)),
         target,

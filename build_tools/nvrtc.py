@@ -6,7 +6,7 @@ import ctypes
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 from build_tools import tilelang_patches as patches
@@ -22,8 +22,6 @@ OPTIONS = [
     f"--diag-suppress={','.join(map(str, patches.SUPPRESSED_WARNINGS))}",
     f"--pre-include={PREAMBLE.name}",
 ]
-# Architectures that take the PTX of an older one, so that NVRTC runs less often. No kernel uses what they have more.
-SHARED_PTX = {"sm_100": "sm_90", "sm_120": "sm_90"}
 
 # Ends the precompiled preamble. #line 1 keeps the line numbers of the source after it.
 HEADERS_END = "#pragma nv_hdrstop\n#line 1\n"
@@ -64,16 +62,13 @@ class Compiler:
             if self.library.nvrtcGetPCHCreateStatus(program) == 0:
                 self.precompiled[architecture] = file
 
-    def compile(self, source: Path, architectures: Iterable[str]) -> dict[str, str]:
-        """Writes PTX and cubins to files named after the source and the architecture. Returns what the compilers
-        printed for each architecture."""
+    def compile(self, source: Path, cubins: Mapping[str, str]) -> dict[str, str]:
+        """Writes PTX and cubins to files named after the source and the architecture. `cubins` has the architecture of
+        a cubin and that of its PTX. Returns what the compilers printed for each cubin."""
         output = {}
-        ptx: dict[str, tuple[Path, str]] = {}
-        for architecture in architectures:
-            shared = SHARED_PTX.get(architecture, architecture)
-            if shared not in ptx:
-                ptx[shared] = self._to_ptx(source, shared)
-            file, warnings = ptx[shared]
+        ptx = {virtual: self._to_ptx(source, virtual) for virtual in dict.fromkeys(cubins.values())}
+        for architecture, virtual in cubins.items():
+            file, warnings = ptx[virtual]
             cubin = source.with_suffix(f".{architecture}.cubin")
             command = [self.ptxas, f"-arch={architecture}", "-v", file, "-o", cubin]
             result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -100,7 +95,7 @@ class Compiler:
         return program
 
     def _compile(self, program: ctypes.c_void_p, architecture: str, *more: str) -> int:
-        options = [*self.options, f"-arch={architecture.replace('sm', 'compute')}", *more]
+        options = [*self.options, f"-arch={architecture}", *more]
         given = (ctypes.c_char_p * len(options))(*map(str.encode, options))
         return self.library.nvrtcCompileProgram(program, len(options), given)
 

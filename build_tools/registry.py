@@ -33,6 +33,9 @@ class Resources:
     stack_bytes: int
 
 
+NO_RESOURCES = Resources(0, 0, 0, 0)  # of PTX, which the driver compiles
+
+
 def parse_ptxas(text: str) -> Resources:
     def find(pattern: str) -> int:
         return sum(int(value) for value in re.findall(pattern, text))
@@ -53,7 +56,7 @@ class Compiled:
     fields: list[Field]
     block: list[int]
     shared_bytes: int
-    resources: dict[str, Resources]  # by architecture
+    resources: dict[str, Resources]  # by architecture with a cubin
 
     @property
     def static_shared_bytes(self) -> int:
@@ -164,7 +167,8 @@ inline constexpr std::array<int64_t, {len(key_dims(compiled))}> kKeyDims = {{{di
 
 
 def _architectures(camel: str, variants: list[Compiled]) -> str:
-    names = ", ".join(f'"{arch}"' for arch in dict.fromkeys(arch for item in variants for arch in item.resources))
+    every = (arch for item in variants for arch in item.instance.architectures)
+    names = ", ".join(f'"{arch}"' for arch in dict.fromkeys(every))
     return f"inline constexpr std::array k{camel}Architectures = {{{names}}};\n"
 
 
@@ -203,7 +207,8 @@ def registry(compiled: list[Compiled], tilelang: str, cuda: str) -> str:
             f'    {{"{item.instance.name}", "{item.instance.kernel}", "{params}", "{arch}", {threads},'
             f" {used.registers}, {used.static_shared_bytes}, {item.shared_bytes},"
             f" {used.spill_bytes}, {used.stack_bytes}}},\n"
-            for arch, used in item.resources.items()
+            for arch in item.instance.architectures
+            for used in [item.resources.get(arch, NO_RESOURCES)]
         ]
     dispatch = "\n".join(_dispatch(kernel, items) for kernel, items in by_kernel(compiled).items())
     return f"""{NOTICE}

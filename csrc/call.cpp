@@ -13,7 +13,6 @@
 #include "chunks.h"
 #include "contents.h"
 #include "gpu/runtime/device.h"
-#include "kernels.h"
 #include "offsets.h"
 #include "tensors.h"
 
@@ -142,18 +141,11 @@ void make_canonical(Call& call, ScalarType g_dtype) {
   }
 }
 
-void check_pass_on_gpu(const Call& call) {
-  check_supported_on_gpu(call, call.q);
-  if (call.over_ranks) {
-    check_gpu(call.op, call.q, kernels::kSegmentScanArchitectures);
-  }
-}
-
 // Makes the checked arguments ready for the pass. `raw_gates`: g is the input of the gate, in any dtype.
 void prepare(Call& call, bool raw_gates) {
   const bool on_gpu = call.q.is_cuda();
   if (on_gpu) {
-    check_pass_on_gpu(call);
+    check_supported_on_gpu(call, call.q);
   }
   make_canonical(call, raw_gates ? call.g.scalar_type() : call.compute_dtype);
   if (on_gpu && call.varlen && contents_are_checked()) {
@@ -200,7 +192,7 @@ Call check_call(const char* op, Arguments arguments) {
   Call call{std::move(arguments), {.op = op}};
   check_arguments(call);
   if (call.q.is_cuda()) {
-    check_pass_on_gpu(call);
+    check_supported_on_gpu(call, call.q);
   }
   return call;
 }

@@ -289,15 +289,27 @@ int driver_version() {
   return given != nullptr ? std::atoi(given) : CUDART_VERSION;
 }
 
-CUresult load_data(CUlibrary* library, const void*, CUjit_option*, void**, unsigned, CUlibraryOption*, void**,
+// A library is the code, whose function the emulator has compiled itself.
+CUresult load_data(CUlibrary* library, const void* code, CUjit_option*, void**, unsigned, CUlibraryOption*, void**,
                    unsigned) {
-  *library = nullptr;
+  *library = static_cast<CUlibrary>(const_cast<void*>(code));
   return driver_version() < CUDART_VERSION ? CUDA_ERROR_INVALID_IMAGE : CUDA_SUCCESS;
 }
 
-CUresult get_kernel(CUkernel* kernel, CUlibrary, const char* name) {
+// Whether the code, a cubin or PTX, has a function of this name.
+bool has_function(const char* code, const std::string& name) {
+  if (!std::string_view(code, 4).starts_with("\x7f"
+                                             "ELF")) {
+    return std::strstr(code, (".entry " + name + "(").c_str()) != nullptr;
+  }
+  uint64_t bytes;  // up to the table of sections, which follows their names
+  std::memcpy(&bytes, code + 40, sizeof bytes);
+  return std::string_view(code, bytes).find(".text." + name + '\0') != std::string_view::npos;
+}
+
+CUresult get_kernel(CUkernel* kernel, CUlibrary library, const char* name) {
   const auto found = instances().find(name);
-  if (found == instances().end()) {
+  if (found == instances().end() || !has_function(reinterpret_cast<const char*>(library), name)) {
     return CUDA_ERROR_NOT_FOUND;
   }
   *kernel = reinterpret_cast<CUkernel>(&found->second);

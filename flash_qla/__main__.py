@@ -27,6 +27,10 @@ except ImportError as error:
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
+def is_ptx(kernel: _C.Kernel) -> bool:
+    return kernel.architecture.startswith("compute_")
+
+
 def print_kernels() -> None:
     header = (
         "kernel instance",
@@ -44,10 +48,16 @@ def print_kernels() -> None:
             " ".join(f"{name}={value}" for name, value in kernel.params.items()),
             kernel.architecture,
             str(kernel.threads),
-            str(kernel.registers),
-            str(kernel.spill_bytes),
-            str(kernel.stack_bytes),
-            f"{(kernel.static_shared_bytes + kernel.dynamic_shared_bytes) / 1024:.1f}",
+            *(
+                ["", "", "", ""]  # the driver compiles it
+                if is_ptx(kernel)
+                else [
+                    str(kernel.registers),
+                    str(kernel.spill_bytes),
+                    str(kernel.stack_bytes),
+                    f"{(kernel.static_shared_bytes + kernel.dynamic_shared_bytes) / 1024:.1f}",
+                ]
+            ),
         )
         for kernel in _C.kernels()
     ]
@@ -76,9 +86,11 @@ def kernels_of(gpu: _C.Gpu) -> str:
     """The architectures of the kernels that this GPU gets, and those that it has no code of."""
     kernels = _C.kernels()
     runs = [kernel for kernel in kernels if _C.runs_on(kernel.architecture, gpu.major, gpu.minor)]
-    architectures = ", ".join(sorted({kernel.architecture for kernel in runs}))
+    compiled = sorted({kernel.architecture for kernel in runs if not is_ptx(kernel)})
     missing = {kernel.kernel for kernel in kernels} - {kernel.kernel for kernel in runs}
-    text = f"the kernels run, by code for {architectures}"
+    text = "the kernels run, by code for " + ", ".join(compiled)
+    if not compiled:
+        text = "the kernels run, by PTX that the driver compiles when a kernel is first launched, and then caches"
     return text + (f", except {', '.join(sorted(missing))}" if missing else "")
 
 

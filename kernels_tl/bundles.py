@@ -315,6 +315,19 @@ class Maps(Bundle):
         )
 
 
+class RankMaps(Bundle):
+    """The maps of whole sequences that ranks exchange (csrc/ranks.h), of at most two: mapped_0 and mapped_1.
+    `rank_maps` has V rows of Z^T, then K rows of M^T. `has_ends`: whether Z includes the sequence's given state.
+    mapped = 0: none are requested."""
+
+    def __init__(self, sizes):
+        (mapped,) = dims("mapped")
+        shape = [mapped, sizes.H_v, sizes.value_dim + sizes.key_dim, sizes.key_dim]
+        super().__init__(
+            rank_maps=T.Tensor(shape, "float32"), mapped=mapped, mapped_0=T.int32, mapped_1=T.int32, has_ends=T.int32
+        )
+
+
 class Memory(Bundle):
     """How far back the segments' first states remember, the tables of segment_memory.
 

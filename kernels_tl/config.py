@@ -106,15 +106,16 @@ PORTABLE_FORWARD = {
     128: Tile(tile=NARROW_TILE, consumers=WARPGROUP, stages=2, shared=73.25),
     256: Tile(tile=NARROW_TILE, consumers=WARPGROUP, stages=1, shared=89.25),
 }
+PORTABLE_MATRICES_SPILLS = 8  # bytes, once per chunk
 # The portable backward. Tile of the last kernel: value rows at a time. The spilled registers are addresses and, with
 # K = 256, numbers of the state.
 PORTABLE_REPLAY = {
-    128: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=33.25, spills=96),
-    256: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=49.25, spills=804),
+    128: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=33.25),
+    256: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=49.25, spills=144),
 }
 PORTABLE_REPLAY_GRADIENTS = {
-    128: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=57.25, spills=40),
-    256: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=89.25, spills=1380),
+    128: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=57.25),
+    256: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=89.25, spills=1140),
 }
 PORTABLE_TOKEN_GRADIENTS = Tile(tile=NARROW_TILE, consumers=2 * WARPGROUP, shared=93.03125)
 

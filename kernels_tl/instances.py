@@ -3,7 +3,7 @@
 Value rows, head counts, batch, lengths and layouts are run-time numbers.
 """
 
-from build_tools.instance import EVERY, HOPPER, SINCE_HOPPER, Instance
+from build_tools.instance import EVERY, HOPPER, PORTABLE, SINCE_HOPPER, Instance
 from kernels_tl import config
 from kernels_tl.config import is_wide
 from kernels_tl.convolution import tile as conv_tile
@@ -71,8 +71,13 @@ INSTANCES = [
     Instance("convolution.conv_gradients", architectures=EVERY),
     # forward
     *(
-        Instance("matrices.chunk_matrices", types | {"normalize": normalize, "portable": portable}, architectures)
-        for portable, architectures in ((False, HOPPER), (True, EVERY))
+        Instance(
+            "matrices.chunk_matrices",
+            types | {"normalize": normalize, "portable": portable},
+            architectures,
+            spill_budget=spills,
+        )
+        for portable, architectures, spills in ((False, HOPPER, 0), (True, PORTABLE, config.PORTABLE_MATRICES_SPILLS))
         for types in TYPES
         for normalize in (False, True)
     ),
@@ -81,7 +86,7 @@ INSTANCES = [
         for types in TYPES
         for tile, row in config.CHUNK_FORWARD[types["K"]].items()
     ),
-    *(Instance("portable.portable_forward", types, EVERY) for types in TYPES),
+    *(Instance("portable.portable_forward", types, PORTABLE) for types in TYPES),
     *(
         Instance(
             "states.fused_forward",
@@ -134,14 +139,14 @@ INSTANCES = [
     ),
     *(Instance("gradients.token_gradients", types, spill_budget=config.TOKEN_GRADIENTS.spills) for types in WIDE_TYPES),
     *(
-        Instance(f"portable.{kernel}", types, EVERY, spill_budget=tiles[types["K"]].spills)
+        Instance(f"portable.{kernel}", types, PORTABLE, spill_budget=tiles[types["K"]].spills)
         for kernel, tiles in (
             ("portable_replay", config.PORTABLE_REPLAY),
             ("portable_replay_gradients", config.PORTABLE_REPLAY_GRADIENTS),
         )
         for types in TYPES
     ),
-    *(Instance("portable.portable_token_gradients", types, EVERY) for types in TYPES),
+    *(Instance("portable.portable_token_gradients", types, PORTABLE) for types in TYPES),
     Instance("gradients.gate_gradients", architectures=EVERY),
     # the norm after the delta rule
     *(

@@ -111,8 +111,10 @@ for case, sequences in (
     (dataclasses.replace(SEGMENTED, dtype=dtype), [0, 2]) for dtype in (torch.bfloat16, torch.float16)
 ):
     arguments = make_inputs(case, "cuda") | make_gradients(case, "cuda")
-    outputs, *maps = begin_finish.run_begin_finish(arguments, sequences)
-    assert finite([*outputs.values(), *maps]), case
+    for kernels in ("device", "portable"):
+        with forced_dispatch(kernels=kernels):
+            outputs, *maps = begin_finish.run_begin_finish(arguments, sequences)
+        assert finite([*outputs.values(), *maps]), (case, kernels)
     print("done: begin and finish of", case, flush=True)
 
 case = dataclasses.replace(CASES[0], lengths=(100, 100, 100), padding=0)

@@ -8,11 +8,13 @@ import ast
 import importlib.metadata
 import importlib.util
 import json
+import lzma
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -268,7 +270,10 @@ class TestCache:
             cubin.write(b"more")
         assert build_kernels(copy_of_built).returncode == 0
         after = (out / "launchers.cpp").read_text().splitlines()
-        assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
+        assert {re.sub(r"\d+|// \w+", "", new) for old, new in zip(before, after, strict=True) if old != new} == {
+            "",
+            "    .packed = follow_sm__lzma_packed, .packed_bytes = , .bytes = };",
+        }
 
     def test_spills_over_the_budget_fail(self, copy_of_built):
         self.edit_record(copy_of_built, "scale_bf16", lambda record: self.resources(record).update(spill_bytes=48))
@@ -360,18 +365,33 @@ def test_unused_variables_do_not_reach_ptxas(built, monkeypatch):
     used = ".const .align 8 .b8 table[16];\n.extern .shared .align 1024 .b8 buffer[];\n"
     code = ".visible .entry kernel() {\n\tld.const.u32 %r1, [table];\n}\n"
     assert without_unused_variables(unused + used + code) == used + code
-    ptx = (built.parent / "out/scale_fp16.sm_90a.ptx").read_text()
+    ptx = (built.parent / "out/scale_fp16.compute_90a.ptx").read_text()
     assert ".entry scale_fp16" in ptx and not re.search(r"^\.(global|const) ", ptx, re.MULTILINE)
+
+
+def test_ptx_of_each_cubin():
+    """NVRTC runs once or twice for an instance, ptxas for each cubin."""
+    code = (
+        "import json; from build_tools.instance import *\n"
+        "every, portable = (Instance('room.kernel', architectures=x) for x in (EVERY, PORTABLE))\n"
+        "print(json.dumps([every.cubins, every.measured, portable.cubins, portable.measured]))"
+    )
+    assert json.loads(run([sys.executable, "-c", code]).stdout) == [
+        {"sm_80": "compute_80", "sm_90": "compute_90", "sm_100": "compute_90", "sm_120": "compute_90"},
+        "sm_90",
+        dict.fromkeys(("sm_80", "sm_100", "sm_120"), "compute_80"),
+        "sm_80",
+    ]
 
 
 @pytest.mark.build
 @needs_tilelang
 def test_only_kernels_that_wait_overlap_their_predecessor(built):
     launchers = (built.parent / "out/launchers.cpp").read_text()
-    functions = re.findall(r"^void launch_(\w+)\((.*?)^}", launchers, re.MULTILINE | re.DOTALL)
-    code = r'architecture = "(\w+)", .cubin = \w+, .overlaps_predecessor = (\w+)'
+    tables = re.findall(r"^static runtime::Code codes_of_(\w+)\[\] = {(.*?)^}", launchers, re.MULTILINE | re.DOTALL)
+    code = r'architecture = "(\w+)".* .overlaps_predecessor = (\w+)'
     overlapping = {
-        name: [arch for arch, overlaps in re.findall(code, body) if overlaps == "true"] for name, body in functions
+        name: [arch for arch, overlaps in re.findall(code, rows) if overlaps == "true"] for name, rows in tables
     }
     assert overlapping == {"scale_bf16": [], "scale_fp16": [], "follow": ["sm_90", "sm_100", "sm_120"]}
 
@@ -688,32 +708,43 @@ class TestInstalled:
 
         code = (
             "import json; from kernels_tl.instances import INSTANCES\n"
-            "print(json.dumps([[i.name, i.kernel, architecture, i.spill_budget, i.params]"
+            "print(json.dumps([[i.name, i.kernel, architecture, i.spill_budget, i.measured, i.params]"
             " for i in INSTANCES for architecture in i.architectures]))"
         )
         listed = json.loads(run([sys.executable, "-c", code]).stdout)
         kernels = _C.kernels()
         assert [[kernel.name, kernel.kernel, kernel.architecture] for kernel in kernels] == [row[:3] for row in listed]
-        for kernel, (*_, spill_budget, params) in zip(kernels, listed, strict=True):
+        for kernel, (*_, spill_budget, measured, params) in zip(kernels, listed, strict=True):
             assert kernel.params == params
-            assert kernel.spill_bytes <= spill_budget or not kernel.architecture.startswith("sm_90")
-            assert 0 < kernel.registers <= 255
             assert 0 < kernel.threads <= 1024
+            if kernel.architecture.startswith("compute_"):  # PTX
+                assert kernel.registers == kernel.spill_bytes == kernel.static_shared_bytes == 0
+                continue
+            assert kernel.spill_bytes <= spill_budget or kernel.architecture != measured
+            assert 0 < kernel.registers <= 255
             assert kernel.registers * kernel.threads <= 65536
             most = 227 if kernel.architecture == "sm_90a" else 99
             assert kernel.static_shared_bytes + kernel.dynamic_shared_bytes <= most * 1024
 
     def test_drivers_of_cuda_12_load_the_code(self):
-        """The kernels are in the library as ELF files of the version (7) that they know, not compressed."""
+        """The kernels are in the library's archives as ELF files of the version (7) that they know."""
         from flash_qla import _C
 
-        library = next(Path(path) for path in importlib.util.find_spec("flash_qla").submodule_search_locations)
-        elf_of_gpu = rb"\x7fELF\x02\x01\x01(.)(.).{9}\xbe\x00"  # OS, ABI version, then type and machine
-        found = re.findall(elf_of_gpu, (library / "libflash_qla.so").read_bytes(), re.DOTALL)
+        folder = next(Path(path) for path in importlib.util.find_spec("flash_qla").submodule_search_locations)
+        library = (folder / "libflash_qla.so").read_bytes()
+        found, targets = Counter(), []
+        for start in re.finditer(rb"[\xd8\x03]\x00\x00\x80\x00\xff{8}", library):  # of archive.CUBINS and archive.PTX
+            contents = lzma.LZMADecompressor(lzma.FORMAT_ALONE).decompress(library[start.start() :])
+            elf_of_gpu = rb"\x7fELF\x02\x01\x01(.)(.).{9}\xbe\x00"  # OS, ABI version, then type and machine
+            found.update(re.findall(elf_of_gpu, contents, re.DOTALL))
+            targets += re.findall(rb"^\.target (\w+)$", contents, re.MULTILINE)
+        architectures = Counter(kernel.architecture for kernel in _C.kernels())
         # Blackwell's drivers, from CUDA 12.8 on, know a newer version.
-        blackwell = sum(kernel.architecture in ("sm_100", "sm_120") for kernel in _C.kernels())
-        assert found.count((b"\x33", b"\x07")) == len(_C.kernels()) - blackwell
-        assert found.count((b"\x41", b"\x08")) == blackwell
+        blackwell = architectures["sm_100"] + architectures["sm_120"]
+        assert found[b"\x41", b"\x08"] == blackwell
+        assert found[b"\x33", b"\x07"] == sum(architectures[arch] for arch in ("sm_80", "sm_90", "sm_90a"))
+        ptx = {b"sm_80": architectures["compute_80"], b"sm_90": architectures["compute_90"]}
+        assert Counter(targets) == ptx
 
     def test_build_info(self):
         import flash_qla
@@ -735,7 +766,8 @@ class TestInstalled:
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         for kernel in _C.kernels():
-            row = rf"^{kernel.name} .* {kernel.architecture} .* {kernel.registers} "
+            numbers = "" if kernel.architecture.startswith("compute_") else f"{kernel.registers} "
+            row = rf"^{kernel.name} .* {kernel.architecture} .* {numbers}"
             assert re.search(row, result.stdout, re.MULTILINE)
 
 

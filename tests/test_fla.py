@@ -386,11 +386,14 @@ def test_integration_declines_other_gpus(monkeypatch, capability):
     assert verify(**inputs) == (True, None)
 
     class OnGPU(torch.Tensor):
-        is_cuda = True
+        device = torch.device("cuda")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    accepted, reason = verify(**{**inputs, "q": inputs["q"].as_subclass(OnGPU)})
+    on_gpu = {**inputs, "q": inputs["q"].as_subclass(OnGPU)}
+    accepted, reason = verify(**on_gpu)
     assert not accepted and "Hopper" in reason
+    monkeypatch.setenv("FLASH_QLA_ANY_GPU", "1")
+    assert verify(**on_gpu) == (True, None)
 
 
 @pytest.mark.parametrize("blackwell", ("IS_NVIDIA_SM100", "IS_NVIDIA_SM120"))

@@ -96,12 +96,11 @@ def test_obstacles_are_sentences():
     assert f"{NEEDS_DRIVER}, but no driver was found" in _C.obstacle(0, 9, 0)
     assert f"{NEEDS_DRIVER}, but the driver supports CUDA up to 11.8" in _C.obstacle(11080, 9, 0)
     assert NEEDS_DRIVER in _C.obstacle(oldest - 10, 9, 0)
-    for major, minor in ((8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)):
+    for major, minor in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (13, 0)):
         assert _C.obstacle(oldest, major, minor) == ""
-    for major, minor in ((7, 5), (11, 0), (13, 0)):
-        assert re.search(
-            rf"need .* 8\.x.* 12\.x .*, but this one has {major}\.{minor}$", _C.obstacle(oldest, major, minor)
-        )
+    for major, minor in ((6, 1), (7, 5)):
+        words = rf"need .* 8\.0 or newer .*, but this one has {major}\.{minor}$"
+        assert re.search(words, _C.obstacle(oldest, major, minor))
 
 
 def test_a_refusal_says_what_to_do():
@@ -142,6 +141,7 @@ T4 = SimpleNamespace(name="NVIDIA T4", major=7, minor=5, sm_count=40)
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, sm_count=132)
 A100 = SimpleNamespace(name="NVIDIA A100", major=8, minor=0, sm_count=108)
 B200 = SimpleNamespace(name="NVIDIA B200", major=10, minor=0, sm_count=148)
+THOR = SimpleNamespace(name="NVIDIA Thor", major=11, minor=0, sm_count=20)
 
 # A machine -> what the command says of its driver and its GPUs. A driver that is too old lists no GPUs.
 MACHINES = {
@@ -169,14 +169,15 @@ MACHINES = {
     ),
     "an older and a newer GPU": (
         13000,
-        [T4, A100, H200, B200],
+        [T4, A100, H200, B200, THOR],
         [
-            "GPU 0    NVIDIA T4, 40 SMs: the kernels do not run: the kernels need a GPU of compute capability 8.x",
+            "GPU 0    NVIDIA T4, 40 SMs: the kernels do not run: the kernels need a GPU of compute capability 8.0 or ",
             "but this one has 7.5\n",
             "GPU 1    NVIDIA A100, 108 SMs: the kernels run, by code for sm_80, except ",
             ", decode_buffered, ",
             "GPU 2    NVIDIA H200, 132 SMs: the kernels run, by code for sm_90, sm_90a\n",
             "GPU 3    NVIDIA B200, 148 SMs: the kernels run, by code for sm_100, except ",
+            "GPU 4    NVIDIA Thor, 20 SMs: the kernels run, by PTX that the driver compiles when a kernel is first ",
         ],
     ),
 }

@@ -13,7 +13,7 @@ import reference
 import torch
 import torch.nn.functional as F
 from accuracy import relative_error
-from engines import with_another_default
+from engines import ours_of, with_another_default
 
 from flash_qla.integrations import fla, megatron
 
@@ -158,8 +158,8 @@ def test_use_and_restore(modules, has_fla):
     for _ in range(2):
         megatron.use_flash_qla()
         common, gdn = names_of(modules)
-        assert gdn["chunk_gated_delta_rule"] is fla.chunk_gated_delta_rule
-        assert gdn["torch_chunk_gated_delta_rule"] is megatron.torch_chunk_gated_delta_rule
+        assert ours_of(gdn["chunk_gated_delta_rule"]) is fla.chunk_gated_delta_rule
+        assert ours_of(gdn["torch_chunk_gated_delta_rule"]) is megatron.torch_chunk_gated_delta_rule
         assert common["HAVE_FLA"]
         others = (common["l2norm"], gdn["causal_conv1d"])
         assert others == ((of_fla, of_fla) if has_fla else (megatron.l2norm, megatron.causal_conv1d))

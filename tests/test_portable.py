@@ -51,7 +51,9 @@ def test_backward(case):
 
 @pytest.mark.gpu
 def test_a_split_sequence_gives_other_bits():
-    """So the mode is no alias: the kernels of the GPU split this sequence, the portable ones never."""
+    """So the mode is no alias: Hopper's kernels split this sequence, the portable ones never."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this GPU has the portable kernels alone")
     inputs = make_inputs(Case(T=300, gate="logsigmoid"), "cuda")
     portable = run_forwards(inputs)
     with forced_dispatch(forward={"segment_chunks": 1}):

@@ -1,8 +1,8 @@
 // The backward: the l2norm if it has kernels of its own, the plan, the chunks' gates and matrices, with context
 // parallelism the segments' maps and their scans. Then the replay of the states, the recurrence in reverse with the
 // gradients of the inputs, the gradients of pre-activation gates and betas, and the backward of the l2norm. Other GPUs
-// than Hopper's have kernels of their own for the matrices, the replay and the gradients of the inputs, and no context
-// parallelism.
+// than Hopper's have kernels of their own for the matrices, the replay and the gradients of the inputs, which also
+// compute the maps of ranks, and never cut a sequence.
 
 #include "gpu/arguments.h"
 #include "gpu/dispatch.h"
@@ -58,6 +58,9 @@ class Backward {
   // s of the whole region.
   Begun begun() {
     begin();
+    if (d_.portable) {
+      return {portable_maps(), workspace_.storage()};
+    }
     return {pass_.compose(/*reverse=*/true, reverse_maps(), workspace_[workspace_.grad_states], call_.grad_final_state),
             workspace_.storage()};
   }
@@ -65,7 +68,9 @@ class Backward {
   // The part that needs states but no gradients of states.
   void replay() {
     const std::optional<Tensor> first = states_or_zeros(call_, call_.initial_state);
-    scan_states(first);  // always: a pass over ranks has maps
+    if (d_.has_maps()) {
+      scan_states(first);
+    }
     replay_states(first);
   }
 
@@ -73,7 +78,9 @@ class Backward {
     const std::optional<Tensor> last = states_or_zeros(call_, call_.grad_final_state);
     const Tensor dh0 =
         call_.initial_state ? out_.dh0 : new_empty(call_.op, call_.q, call_.state_shape(), call_.compute_dtype);
-    scan_gradients(last, /*concurrent=*/false);
+    if (d_.has_maps()) {
+      scan_gradients(last, /*concurrent=*/false);
+    }
     input_gradients(last, dh0);
   }
 
@@ -239,23 +246,16 @@ class Backward {
 
   void replay_states(const std::optional<Tensor>& first) const {
     if (d_.portable) {
-      kernels::portable_replay({.chunks = chunks(),
-                                .states = own_states(call_, data(first)),
-                                .replay = replay(),
-                                .value_tiles = value_tiles(call_.V, kNarrowTile)},
-                               {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
-      return;
+      return pass_.portable_replay(chunks(), own_states(call_, data(first)), replay(), kNoRankMaps);
     }
     kernels::replay_states(
         {.chunks = chunks(), .states = own_states(call_, data(first)), .maps = pass_.maps(), .replay = replay()},
         {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
-  kernels::StateGradients ends(const std::optional<Tensor>& last, const Tensor& dh0) const {
-    return {.dht = data(last),
-            .dh0 = dh0.mutable_data_ptr(),
-            .state_stride_v = call_.state_stride_v(),
-            .state_stride_k = call_.state_stride_k()};
+  kernels::StateGradients ends(const void* last, void* dh0) const {
+    return {
+        .dht = last, .dh0 = dh0, .state_stride_v = call_.state_stride_v(), .state_stride_k = call_.state_stride_k()};
   }
 
   // The gradients. If gate_gradients runs, db and dg are parts, which gate_gradients adds.
@@ -273,7 +273,7 @@ class Backward {
                              .output_gradient = output_gradient(),
                              .replay = replay(),
                              .grad_states = grad_states(),
-                             .ends = ends(last, dh0),
+                             .ends = ends(data(last), dh0.mutable_data_ptr()),
                              .turns = workspace_[workspace_.turns],
                              .gradients = gradients_in_parts(),
                              .scale = static_cast<float>(*call_.scale),
@@ -281,21 +281,38 @@ class Backward {
                             {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside}, stream_);
   }
 
+  void portable_replay_gradients(const kernels::StateGradients& ends, const kernels::ReverseReplay& reverse_replay,
+                                 const kernels::RankMaps& maps) const {
+    const Pass::PortableGrid grid = pass_.portable_grid(maps);
+    kernels::portable_replay_gradients({.chunks = backward_chunks(),
+                                        .output_gradient = output_gradient(),
+                                        .ends = ends,
+                                        .reverse_replay = reverse_replay,
+                                        .maps = maps,
+                                        .scale = static_cast<float>(*call_.scale),
+                                        .ctas = grid.ctas,
+                                        .value_tiles = grid.value_tiles},
+                                       {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
+  }
+
+  Tensor portable_maps() const {
+    Tensor maps = allocate_maps(call_);
+    if (maps.size(0) > 0) {
+      const std::optional<Tensor>& last = call_.grad_final_state;
+      portable_replay_gradients(ends(data(last), nullptr), {.dh = nullptr, .u = nullptr},
+                                pass_.rank_maps(maps, last.has_value()));
+    }
+    return maps;
+  }
+
   void replay_gradients(const std::optional<Tensor>& last, const Tensor& dh0) const {
     if (d_.portable) {
-      kernels::portable_replay_gradients({.chunks = backward_chunks(),
-                                          .output_gradient = output_gradient(),
-                                          .ends = ends(last, dh0),
-                                          .reverse_replay = reverse_replay(),
-                                          .scale = static_cast<float>(*call_.scale),
-                                          .value_tiles = value_tiles(call_.V, kNarrowTile)},
-                                         {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
-      return;
+      return portable_replay_gradients(ends(data(last), dh0.mutable_data_ptr()), reverse_replay(), kNoRankMaps);
     }
     kernels::replay_gradients({.chunks = backward_chunks(),
                                .output_gradient = output_gradient(),
                                .grad_states = grad_states(),
-                               .ends = ends(last, dh0),
+                               .ends = ends(data(last), dh0.mutable_data_ptr()),
                                .reverse_replay = reverse_replay(),
                                .scale = static_cast<float>(*call_.scale)},
                               {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);

@@ -39,7 +39,7 @@ Shape shape_of(const Call& call) {
           .V = call.V,
           .fp16 = call.dtype == ScalarType::Half,
           .over_ranks = call.over_ranks,
-          .portable = !call.over_ranks && (!gpu_of(call.q).is_hopper() || current_overrides().portable)};
+          .portable = !gpu_of(call.q).is_hopper() || current_overrides().portable};
 }
 
 void copy_or_zero(Tensor& to, const std::optional<Tensor>& from) {
@@ -115,14 +115,45 @@ kernels::Dtype Pass::dtype() const { return instance_dtype(call_.dtype); }
 
 void Pass::make_plan(const States& states, int64_t dropped, const kernels::Memory& memory) const {
   const auto [mapped_0, mapped_1] = mapped_sequences(call_);
-  const kernels::Cuts cuts = {.map_segments = d_.over_ranks ? workspace_[workspace_.map_segments] : nullptr,
-                              .map_slots = d_.over_ranks ? d_.segments : 0,
+  const bool drops = d_.over_ranks && d_.has_maps();
+  const kernels::Cuts cuts = {.map_segments = drops ? workspace_[workspace_.map_segments] : nullptr,
+                              .map_slots = drops ? d_.segments : 0,
                               .segment_chunks = d_.segment_chunks,
                               .cut_above = d_.cut_above,
                               .mapped_0 = mapped_0,
                               .mapped_1 = mapped_1,
                               .dropped = dropped};
   flash_qla::make_plan(call_, sizes(), states, cuts, plan(), memory, stream_);
+}
+
+kernels::RankMaps Pass::rank_maps(const Tensor& maps, bool has_ends) const {
+  const auto [mapped_0, mapped_1] = mapped_sequences(call_);
+  return {.rank_maps = maps.mutable_data_ptr(),
+          .mapped = maps.size(0),
+          .mapped_0 = mapped_0,
+          .mapped_1 = mapped_1,
+          .has_ends = has_ends};
+}
+
+void Pass::portable_replay(const kernels::Chunks& chunks, const kernels::States& states, const kernels::Replay& replay,
+                           const kernels::RankMaps& maps) const {
+  const PortableGrid grid = portable_grid(maps);
+  kernels::portable_replay({.chunks = chunks,
+                            .states = states,
+                            .replay = replay,
+                            .maps = maps,
+                            .ctas = grid.ctas,
+                            .value_tiles = grid.value_tiles},
+                           {.dtype = dtype(), .K = K()}, stream_);
+}
+
+Pass::PortableGrid Pass::portable_grid(const kernels::RankMaps& maps) const {
+  const int64_t of_values = value_tiles(call_.V, kNarrowTile);
+  if (maps.mapped == 0) {
+    return {.ctas = d_.segments * call_.H_v * of_values, .value_tiles = of_values};
+  }
+  const int64_t tiles = of_values + value_tiles(call_.K, kNarrowTile);
+  return {.ctas = maps.mapped * call_.H_v * tiles, .value_tiles = tiles};
 }
 
 void Pass::scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool concurrent,

@@ -22,6 +22,11 @@ void copy_or_zero(Tensor& to, const std::optional<Tensor>& from);
 // The argument of kernels whose pass has no segment_memory.
 constexpr kernels::Memory kNoMemory = {.memory = nullptr, .needs_maps = nullptr, .has_memory = false};
 
+// The arguments of a portable replay of states that writes no maps, and of one that writes only maps.
+constexpr kernels::RankMaps kNoRankMaps = {
+    .rank_maps = nullptr, .mapped = 0, .mapped_0 = -1, .mapped_1 = -1, .has_ends = false};
+constexpr kernels::Replay kNoReplay = {.h = nullptr, .v_new = nullptr, .v_new_row = 0, .v_new_head = 0};
+
 class Pass {
  public:
   // `scans`: how many launches of segment_scan run side by side.
@@ -48,6 +53,20 @@ class Pass {
   // `offsets` has Z of each segment in the segment's slot, `initial` the states before the first segments.
   Tensor compose(bool reverse, const kernels::Maps& maps, const float* offsets,
                  const std::optional<Tensor>& initial) const;
+
+  // The maps of call.map_sequences in a tensor of allocate_maps, for the kernels of other GPUs than Hopper's.
+  // `has_ends`: whether their states, or gradients of states, are given.
+  kernels::RankMaps rank_maps(const Tensor& maps, bool has_ends) const;
+
+  // Launches portable_replay, which writes `replay` or, if there are any, the maps.
+  void portable_replay(const kernels::Chunks& chunks, const kernels::States& states, const kernels::Replay& replay,
+                       const kernels::RankMaps& maps) const;
+
+  // The CTAs of portable_replay and of portable_replay_gradients, and the tiles of each sequence and head.
+  struct PortableGrid {
+    int64_t ctas, value_tiles;
+  };
+  PortableGrid portable_grid(const kernels::RankMaps& maps) const;
 
   kernels::Dtype dtype() const;
   int64_t K() const { return instance_K(call_.K); }

@@ -83,7 +83,7 @@ struct PassWorkspace : Workspace {
         maps(
             reserve<uint16_t>(std::max(d.has_maps() ? 2 * d.segments * shape.H_v * map_size(shape.K) : 0, after_maps))),
         skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)),
-        map_segments(reserve<int32_t>(d.over_ranks ? d.segments * SegmentColumn::kCount : 0)) {}
+        map_segments(reserve<int32_t>(d.over_ranks && d.has_maps() ? d.segments * SegmentColumn::kCount : 0)) {}
 
   const Region<int32_t> sequences, chunks, segments, checkpoints, drawn;  // the plan's tables
   const Region<float> gates;        // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
@@ -92,7 +92,7 @@ struct PassWorkspace : Workspace {
   const Region<float> states;   // [map_slots, H_v, rows, K]: Z, then the state at the segment's start
   const Region<uint16_t> maps;  // [segments, H_v, 2, K, K]: M in two parts
   const Region<int32_t> skips;  // [segments, H_v]: whether M is left out
-  // Only over ranks:
+  // Only with maps, over ranks:
   const Region<int32_t> map_segments;  // segments, without the ends whose maps are requested
 };
 

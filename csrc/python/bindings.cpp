@@ -222,7 +222,8 @@ void add_functions(py::module_& module) {
       "The kernel instances, each as often as it was compiled for an architecture.");
   module.def("build_info", &flash_qla_build_info, "The versions of the package and of its tools.");
   module.def("runs_on", &flash_qla_runs_on, strict("architecture"), strict("major"), strict("minor"),
-             "Whether code for an architecture, such as sm_80 or sm_90a, runs on a GPU of this compute capability.");
+             "Whether code for an architecture, such as sm_80, sm_90a or compute_80 (PTX), runs on a GPU of this "
+             "compute capability.");
   module.def("driver_cuda_version", &flash_qla_driver_cuda_version,
              "CUDA version that the driver supports, 1000 * major + 10 * minor; 0 without a driver.");
   module.def("gpus", [] { return list_of(flash_qla_gpus); }, "The GPUs of this machine.");

@@ -12,13 +12,16 @@ from types import ModuleType
 import torch
 
 import flash_qla
+from flash_qla.integrations._gpus import REASON, keeps_theirs
 from flash_qla.ops.later import when_imported
 
 _NOTHING = object()  # a module has no such name
+_OURS = "_flash_qla"  # attribute of a function that may call the engine's own: flash_qla's
 
 
 class Replacement:
-    """Functions that replace an engine's own in the modules whose layers call them.
+    """Functions that replace an engine's own in the modules whose layers call them. Tensors on some GPUs still go to
+    the engine's own functions (_gpus.py).
 
     Args:
         releases: the engine and the releases that the functions were written for; messages name them.
@@ -96,7 +99,7 @@ class Replacement:
         path, chosen = module.__name__, []
         for name, functions in self.functions.get(path, {}).items():
             theirs = getattr(module, name, _NOTHING)
-            if theirs in functions or (theirs is _NOTHING and None in functions):
+            if getattr(theirs, _OURS, theirs) in functions or (theirs is _NOTHING and None in functions):
                 continue
             ours = [x for x in functions if x and callable(theirs) and _parameters(x) == _parameters(theirs)]
             if not ours:
@@ -107,7 +110,7 @@ class Replacement:
                 theirs = getattr(module, name, _NOTHING)
                 if theirs is _NOTHING:
                     raise self._unknown(f"{path}.{name}", theirs, ours)
-                if theirs is not ours and not (group is self._absent and theirs):
+                if getattr(theirs, _OURS, theirs) is not ours and not (group is self._absent and theirs):
                     chosen.append((module, name, theirs, ours))
         return chosen + self._choose_methods(module)
 
@@ -134,7 +137,21 @@ class Replacement:
             self._name_a_release_that_has_not_run()
         for module, name, theirs, ours in chosen:
             self._originals[module, name] = theirs
-            setattr(module, name, ours)
+            setattr(module, name, self._where_measured(name, ours, theirs) if callable(theirs) else ours)
+
+    def _where_measured(self, name: str, ours: Callable, theirs: Callable) -> Callable:
+        """`ours`, but `theirs` for tensors on GPUs that keep theirs."""
+
+        @functools.wraps(ours)
+        def function(*args, **kwargs):
+            tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+            if tensor is None or not keeps_theirs(tensor.device):
+                return ours(*args, **kwargs)
+            self._say_once(name, REASON)
+            return theirs(*args, **kwargs)
+
+        setattr(function, _OURS, ours)
+        return function
 
     def _name_a_release_that_has_not_run(self) -> None:
         if self._package is None:
@@ -158,11 +175,14 @@ class Replacement:
         theirs = next((x for (_, of), x in self._originals.items() if of == name), None)
         if theirs is None:
             raise NotImplementedError(f"{name}: {reason}")
+        self._say_once(name, reason)
+        return theirs(*args, **kwargs)
+
+    def _say_once(self, name: str, reason: str) -> None:
         if (name, reason) not in self._said:
             self._said.add((name, reason))
-            log = logging.getLogger(f"{self._package}.flash_qla")
-            log.info("%s runs its own %s: %s", self._package, name, reason)
-        return theirs(*args, **kwargs)
+            package = self._package or self._releases.partition(" ")[0]
+            logging.getLogger(f"{package}.flash_qla").info("%s runs its own %s: %s", package, name, reason)
 
     def _unknown(self, name: str, theirs: object, ours: object) -> RuntimeError:
         came = inspect.signature(theirs) if callable(theirs) else "nothing"

@@ -14,6 +14,7 @@ from fla.ops.gated_delta_rule.fused_recurrent import fused_recurrent_gated_delta
 from flash_qla._binary import MOST_KEY_DIM
 from flash_qla._layout import CHUNK, HEAD_DIM_STEP, MOST_VALUE_DIM
 from flash_qla.integrations import fla
+from flash_qla.integrations._gpus import REASON, keeps_theirs
 
 _FLA_HEAD_DIM = 128  # the only K and V of FLA's own backend
 
@@ -57,8 +58,8 @@ class Backend(FlashQLABackend):
         if unknown is not None:
             return False, unknown
         q = call["q"]
-        if q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
-            return False, "this flash_qla requires a Hopper GPU (sm_90)"
+        if keeps_theirs(q.device):
+            return False, REASON
         K, V = q.shape[-1], call["v"].shape[-1]
         if not (_is_head_dim(K, MOST_KEY_DIM) and _is_head_dim(V, MOST_VALUE_DIM)):
             return False, (

@@ -17,6 +17,7 @@ import flash_qla
 from flash_qla._binary import MOST_KEY_DIM
 from flash_qla._layout import HEAD_DIM_STEP, MOST_VALUE_DIM
 from flash_qla.integrations import _fla_backend
+from flash_qla.integrations._gpus import REASON, keeps_theirs
 
 _LAYER = gated_deltanet.GatedDeltaNet
 _their_forward = _LAYER.forward
@@ -60,8 +61,8 @@ def _of_call(layer: torch.nn.Module, x: torch.Tensor) -> str | None:
     """Why flash_qla's delta rule does not run on the layer's tokens, or None."""
     if not _fla_backend.Backend().is_enabled():
         return "FLA_FLASH_QLA=0"
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) != (9, 0):
-        return "the GPU is no Hopper GPU"
+    if keeps_theirs(x.device):
+        return REASON
     K, V = layer.head_k_dim, layer.head_v_dim
     if K % HEAD_DIM_STEP or V % HEAD_DIM_STEP or K > MOST_KEY_DIM or V > MOST_VALUE_DIM:
         return f"K = {K} and V = {V}"

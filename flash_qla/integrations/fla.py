@@ -23,7 +23,8 @@ use_flash_qla registers FLA's backend for flash_qla with other conditions:
 - flash_qla takes cp_context;
 - flash_qla also takes fused_recurrent_gated_delta_rule, which FLA's layers call without gradients for 64 tokens or
   fewer, and which FLA dispatches to no backend;
-- GPUs other than Hopper's run FLA's kernels. FLA's own backend would run flash_qla on Blackwell.
+- GPUs other than Hopper's run FLA's kernels, unless FLASH_QLA_ANY_GPU=1. FLA's own backend would run flash_qla on
+  Blackwell.
 
 It also replaces the forward of FLA's GatedDeltaNet layer. Where its parts are three ShortConvolution of 2 to 4 taps and
 a FusedRMSNormGated, without hooks and in bf16 or fp16, all between the projections runs in flash_qla, without
@@ -267,7 +268,7 @@ def use_flash_qla() -> None:
     FLA's public registry gets this module's backend instead of FLA's own for flash_qla, for the whole process. FLA does
     not ask the registry for fused_recurrent_gated_delta_rule, so FLA's modules get a function that asks it. FLA's
     kernels run the other calls, as before: K above 256, V above 512, head dimensions that are not multiples of 8,
-    dtypes other than bf16 and fp16, and GPUs other than Hopper's.
+    dtypes other than bf16 and fp16, and, without FLASH_QLA_ANY_GPU=1, GPUs other than Hopper's.
 
     Raises:
         ImportError: FLA is not installed, or has no backend for flash_qla.

@@ -44,6 +44,7 @@ Copies of a switched layer are switched: replicas, copies, what pickle loads (wh
 
 import functools
 import inspect
+import logging
 import sys
 import types
 from collections.abc import Callable
@@ -53,6 +54,7 @@ import torch
 import flash_qla
 from flash_qla._layout import MOST_VALUE_DIM
 from flash_qla.integrations import _transformers_layer, fla
+from flash_qla.integrations._gpus import REASON, keeps_theirs
 from flash_qla.ops.checks import IGNORED
 
 # A layer has the first of each, and perhaps the second.
@@ -195,6 +197,9 @@ class Switched:
 def use_flash_qla(model: torch.nn.Module) -> Switched:
     """Switch all Gated DeltaNet layers of `model` to flash_qla's functions.
 
+    On a GPU that is not Hopper's the layers keep theirs, and a line of the log says so, unless FLASH_QLA_ANY_GPU=1. For
+    a model on the CPU the current GPU decides, to which it may be moved.
+
     Args:
         model: a loaded transformers model, or any module that contains one (a torch.compile'd model
             included; it recompiles). Layers that are switched already stay as they are.
@@ -234,11 +239,20 @@ def use_flash_qla(model: torch.nn.Module) -> Switched:
             f"{_ATTRIBUTE!r} and for modules whose forward calls {_FUNCTION!r} "
             f"(transformers {_transformers_version()})"
         )
+    if plan and keeps_theirs(_device_of(model)):
+        logging.getLogger("transformers.flash_qla").warning("the model keeps its own functions: %s", REASON)
+        plan = {}
     for layer, switch in plan.values():
         switch()
         for norm in filter(_is_gated_rms_norm, layer.children()):
             norm.__class__ = _switched_class(type(norm))
     return Switched({name: layer for name, (layer, _) in plan.items()})
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    """The GPU that the model is on or, from the CPU, may be moved to."""
+    on_gpu = (x.device for x in model.parameters() if x.is_cuda)
+    return next(on_gpu, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def restore(model: torch.nn.Module) -> None:

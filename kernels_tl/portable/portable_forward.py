@@ -34,18 +34,20 @@ from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, dims, element_type,
 from kernels_tl.core.cta import fragments, kilobytes_of, load_segment_early, shared
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
 from kernels_tl.layout import NARROW_TILE as ROWS, NO_STATE, Dtype, ForwardGate, SegmentColumn
-from kernels_tl.portable.tiles import chunk_of, load_gates, load_rows, load_triangle, locate
+from kernels_tl.portable.tiles import (
+    PRELUDE,
+    Full,
+    chunk_of,
+    load_gates,
+    load_rows,
+    load_triangle,
+    locate,
+    store_transposed,
+)
 from kernels_tl.states.recurrence import has_scales, prelude_of_scales, scales_of, tile_of_scales
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-PRELUDE = """
-#include "core/state_tiles.cuh"
-#include "plan/runs.cuh"
-#include "portable/tiles.cuh"
-#include "states/round_state.cuh"
-"""
-
-Full = T.GemmWarpPolicy.FullRow  # each warp has 16 rows of a product
+PRELUDE += '#include "states/round_state.cuh"\n'
 
 
 def portable_forward(dtype, K):
@@ -156,14 +158,11 @@ def portable_forward(dtype, K):
 
     @T.macro
     def store_outputs(r, tiles, o, row, hv, v0, tokens):
-        """Writes O through the tile of V, where rows are tokens."""
+        """Writes O through the tile of V."""
         offset = extern("transposed_offset", returns="int32")
-        extern(f"stage_transposed<{element}>", r.O.data, T.access_ptr(tiles.V, "w"), offset)
-        T.sync_threads()
         stride = T.Cast("int64", H_v) * value_dim
         to = T.access_ptr(o[row, hv, v0], "w")
-        extern("store_rows", to, T.access_ptr(tiles.V, "r"), stride, tokens, rest_of_value(v0))
-        T.sync_threads()
+        store_transposed(r.O, tiles.V, offset, element, to, stride, tokens, rest_of_value(v0))
 
     @T.prim_func
     def main(

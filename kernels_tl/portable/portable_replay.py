@@ -9,25 +9,33 @@ states/replay_states.py does on Hopper. Chunk by chunk of each sequence,
 
 backward.cpp launches [sequences * H_v * value tiles] CTAs of four warps. Layout and steps are those of
 portable_forward.py, without outputs. V_new is rounded in two parts for S', whose error would reach all gradients.
+
+For ranks (forward.cpp) it writes neither h nor v_new but the maps of `rank_maps` (portable/tiles.py), by
+[mapped * H_v * (value tiles + tiles of M^T)] CTAs.
 """
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Chunks, Replay, Sizes, States
+from kernels_tl.bundles import Chunks, RankMaps, Replay, Sizes, States
 from kernels_tl.config import PORTABLE_REPLAY
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, element_type, extern
 from kernels_tl.core.cta import fragments, load_segment_early, shared
-from kernels_tl.layout import NARROW_TILE as ROWS, NO_STATE, ForwardGate
-from kernels_tl.portable.tiles import chunk_of, load_gates, load_rows, load_triangle, locate
+from kernels_tl.layout import NARROW_TILE as ROWS, ForwardGate
+from kernels_tl.portable.tiles import (
+    PRELUDE,
+    Full,
+    begin_state,
+    chunk_of,
+    load_gates,
+    load_rows,
+    load_triangle,
+    locate,
+    locate_map,
+    store_transposed,
+    write_map,
+)
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-PRELUDE = """
-#include "core/state_tiles.cuh"
-#include "plan/runs.cuh"
-#include "portable/tiles.cuh"
-"""
-
-Full = T.GemmWarpPolicy.FullRow  # each warp has 16 rows of a product
 
 
 def portable_replay(dtype, K):
@@ -91,36 +99,33 @@ def portable_replay(dtype, K):
         chunks: Chunks(sizes, dtype),
         states: States(sizes),
         replay: Replay(sizes, dtype, K),
-        value_tiles: T.int32,  # tiles of ROWS rows
+        maps: RankMaps(sizes),
+        ctas: T.int32,
+        value_tiles: T.int32,  # tiles of ROWS rows, and of rows of M^T
     ):
-        with T.Kernel(sizes.segment_slots * sizes.H_v * value_tiles, threads=tile.threads, prelude=PRELUDE) as cta:
+        with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             r = make_registers()
             initial = states.initial_in_a_run()
+            offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
             T.pdl_sync()
-            at = locate(cta, sizes, value_tiles)
-            segment = load_segment_early(chunks.plan.segments, at.n)
-            T.clear(r.S)
-            if segment.initial != NO_STATE:
-                initial.read(r.S, segment.initial, at.hv, at.v0)
+            at = locate_map(locate(cta, sizes, value_tiles), maps, chunks.plan, sizes)
+            segment = load_segment_early(chunks.plan.segments, at.slot)
+            begin_state(r.S, at, maps, segment.initial, initial)
             for c in T.serial(segment.chunks):
                 chunk = chunk_of(segment, c, 0)
                 load(tiles, chunks.tokens, chunks.matrices, chunk, at.hk, at.hv, at.v0)
-                h_rows = (T.access_ptr(replay.h[chunk.slot, at.hv, at.v0, 0], "w"), K, ROWS, K)
-                extern(f"round_and_store_state<{element}, {K}>", r.S.data, *h_rows)
+                if maps.mapped == 0:
+                    h_rows = (T.access_ptr(replay.h[chunk.slot, at.hv, at.v0, 0], "w"), K, ROWS, K)
+                    extern(f"round_and_store_state<{element}, {K}>", r.S.data, *h_rows)
                 step(r, tiles)
-                T.sync_threads()  # V has been read
-                offset = extern("transposed_offset", returns="int32")
-                extern(f"stage_transposed<{element}>", r.V_new.data, T.access_ptr(tiles.V, "w"), offset)
-                T.sync_threads()
-                extern(
-                    "store_rows",
-                    T.access_ptr(replay.v_new[chunk.row, at.hv, at.v0], "w"),
-                    T.access_ptr(tiles.V, "r"),
-                    T.Cast("int64", replay.v_new_row),
-                    chunk.length,
-                    T.Cast("int32", sizes.value_dim) - at.v0,
-                )
-                T.sync_threads()
+                T.sync_threads()  # all tiles have been read
+                if maps.mapped == 0:
+                    to = T.access_ptr(replay.v_new[chunk.row, at.hv, at.v0], "w")
+                    stride = T.Cast("int64", replay.v_new_row)
+                    columns = T.Cast("int32", sizes.value_dim) - at.v0
+                    store_transposed(r.V_new, tiles.V, offset, element, to, stride, chunk.length, columns)
+            if maps.mapped > 0:
+                write_map(r.S, at, maps, sizes)
 
     return main

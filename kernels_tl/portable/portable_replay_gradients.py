@@ -10,7 +10,8 @@ gradients/replay_gradients.py does on Hopper. Chunk by chunk, from the last one 
 
 backward.cpp launches [sequences * H_v * value tiles] CTAs of four warps. A CTA has ROWS value rows of dS^T of one head
 of one sequence in registers, from its last chunk to its first; everything is transposed, as in portable_forward.py.
-portable_token_gradients computes the gradients of the inputs from dh and u.
+portable_token_gradients computes the gradients of the inputs from dh and u. For ranks it computes the maps of the
+gradients instead, as portable_replay.py those of the states.
 
 dS is computed as gamma_1 times the same sum with gamma / gamma_1 in the place of gamma: 16 bits hold gamma / gamma_1
 however small gamma is.
@@ -18,21 +19,26 @@ however small gamma is.
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Chunks, OutputGradient, ReverseReplay, Sizes, StateGradients
+from kernels_tl.bundles import Chunks, OutputGradient, RankMaps, ReverseReplay, Sizes, StateGradients
 from kernels_tl.config import PORTABLE_REPLAY_GRADIENTS
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, element_type, extern
 from kernels_tl.core.cta import fragments, load_segment_early, shared
 from kernels_tl.layout import NARROW_TILE as ROWS, NO_STATE, BackwardGate
-from kernels_tl.portable.tiles import chunk_of, load_gates, load_rows, load_triangle, locate
+from kernels_tl.portable.tiles import (
+    PRELUDE,
+    Full,
+    begin_state,
+    chunk_of,
+    load_gates,
+    load_rows,
+    load_triangle,
+    locate,
+    locate_map,
+    store_transposed,
+    write_map,
+)
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-PRELUDE = """
-#include "core/state_tiles.cuh"
-#include "plan/runs.cuh"
-#include "portable/tiles.cuh"
-"""
-
-Full = T.GemmWarpPolicy.FullRow  # each warp has 16 rows of a product
 GAMMA, DECAY, FADE, BETA = (
     C * row for row in (BackwardGate.GAMMA, BackwardGate.DECAY, BackwardGate.FADE, BackwardGate.BETA)
 )
@@ -116,41 +122,39 @@ def portable_replay_gradients(dtype, K):
         output_gradient: OutputGradient(sizes, dtype),
         ends: StateGradients(sizes),
         reverse_replay: ReverseReplay(sizes, dtype, K),
+        maps: RankMaps(sizes),
         scale: T.float32,
-        value_tiles: T.int32,  # tiles of ROWS rows
+        ctas: T.int32,
+        value_tiles: T.int32,  # tiles of ROWS rows, and of rows of M
     ):
-        with T.Kernel(sizes.segment_slots * sizes.H_v * value_tiles, threads=tile.threads, prelude=PRELUDE) as cta:
+        with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             r = make_registers()
             last, first = (ends.view(T.access_ptr(x[0], mode)) for x, mode in ((ends.dht, "r"), (ends.dh0, "w")))
             offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
             column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
             T.pdl_sync()
-            at = locate(cta, sizes, value_tiles)
-            segment = load_segment_early(chunks.plan.segments, at.n)
-            T.clear(r.dS)
-            if segment.final != NO_STATE:
-                last.read(r.dS, segment.final, at.hv, at.v0)
+            at = locate_map(locate(cta, sizes, value_tiles), maps, chunks.plan, sizes)
+            segment = load_segment_early(chunks.plan.segments, at.slot)
+            begin_state(r.dS, at, maps, segment.final, last)
             for c in T.serial(segment.chunks):
                 chunk = chunk_of(segment, segment.chunks - 1 - c, 0)
                 of_outputs = (output_gradient.grad_o, output_gradient.grad_o_row)
                 load(tiles, chunks.tokens, *of_outputs, chunks.matrices, chunk, at.hk, at.hv, at.v0)
-                dh_rows = (T.access_ptr(reverse_replay.dh[chunk.slot, at.hv, at.v0, 0], "w"), K, ROWS, K)
-                extern(f"round_and_store_state<{element}, {K}>", r.dS.data, *dh_rows)
+                if maps.mapped == 0:
+                    dh_rows = (T.access_ptr(reverse_replay.dh[chunk.slot, at.hv, at.v0, 0], "w"), K, ROWS, K)
+                    extern(f"round_and_store_state<{element}, {K}>", r.dS.data, *dh_rows)
                 step(r, tiles, offset, column, scale)
-                T.sync_threads()  # dO has been read
-                extern(f"stage_transposed<{element}>", r.U.data, T.access_ptr(tiles.dO, "w"), offset)
-                T.sync_threads()
-                extern(
-                    "store_rows",
-                    T.access_ptr(reverse_replay.u[chunk.row, at.hv, at.v0], "w"),
-                    T.access_ptr(tiles.dO, "r"),
-                    T.Cast("int64", sizes.H_v) * sizes.value_dim,
-                    chunk.length,
-                    T.Cast("int32", sizes.value_dim) - at.v0,
-                )
-                T.sync_threads()
-            if segment.initial != NO_STATE:
-                first.write(r.dS, segment.initial, at.hv, at.v0)
+                T.sync_threads()  # all tiles have been read
+                if maps.mapped == 0:
+                    to = T.access_ptr(reverse_replay.u[chunk.row, at.hv, at.v0], "w")
+                    stride = T.Cast("int64", sizes.H_v) * sizes.value_dim
+                    columns = T.Cast("int32", sizes.value_dim) - at.v0
+                    store_transposed(r.U, tiles.dO, offset, element, to, stride, chunk.length, columns)
+            if maps.mapped > 0:
+                write_map(r.dS, at, maps, sizes)
+            else:
+                if segment.initial != NO_STATE:
+                    first.write(r.dS, segment.initial, at.hv, at.v0)
 
     return main

@@ -102,9 +102,8 @@ std::string obstacle(int driver_cuda_version, int major, int minor) {
       text << "the driver supports CUDA up to " << cuda_version(driver_cuda_version);
     }
   } else {
-    text << "the kernels need a GPU of compute capability 8.x, 9.0, 10.x or 12.x (Ampere, Ada, Hopper or Blackwell), "
-            "but this one has "
-         << major << "." << minor;
+    text << "the kernels need a GPU of compute capability 8.0 or newer (from Ampere on), but this one has " << major
+         << "." << minor;
   }
   return text.str();
 }

@@ -19,17 +19,24 @@ struct Gpu {
   bool is_hopper() const { return major == 9 && minor == 0; }
 };
 
-// Whether code for an architecture runs on a GPU of this compute capability. Code for sm_XY runs on X.Y and on X.Z with
-// Z > Y, code for sm_XYa on X.Y alone.
+// Whether code for an architecture is PTX, which the driver compiles, and not a cubin.
+constexpr bool is_ptx(std::string_view architecture) { return architecture.starts_with("compute_"); }
+
+// Whether code for an architecture runs on a GPU of this compute capability. Cubins of sm_XY run on X.Y and on X.Z with
+// Z > Y, of sm_XYa on X.Y alone. PTX of compute_XY runs on X.Y and on all that is newer.
 constexpr bool runs_on(std::string_view architecture, int major, int minor) {
   const bool is_exact = architecture.back() == 'a';
   int number = 0;
-  for (const char digit : architecture.substr(3, architecture.size() - 3 - is_exact)) {
-    number = 10 * number + (digit - '0');
+  for (const char digit : architecture.substr(architecture.find('_') + 1)) {
+    if (digit != 'a') number = 10 * number + (digit - '0');
+  }
+  if (is_ptx(architecture)) {
+    return number <= 10 * major + minor;
   }
   return number / 10 == major && (is_exact ? number % 10 == minor : number % 10 <= minor);
 }
 static_assert(runs_on("sm_80", 8, 9) && runs_on("sm_100", 10, 3) && !runs_on("sm_120", 11, 0));
+static_assert(runs_on("compute_80", 11, 0) && runs_on("compute_80", 8, 0) && !runs_on("compute_90", 8, 9));
 static_assert(runs_on("sm_90a", 9, 0) && !runs_on("sm_90a", 9, 1) && !runs_on("sm_90", 10, 0));
 
 // The CUDA version that the driver supports, as 1000 * major + 10 * minor; 0 without a driver.

@@ -13,6 +13,7 @@
 
 #include "gpu/runtime/device.h"
 #include "gpu/runtime/driver_floor.h"
+#include "gpu/runtime/lzma.h"
 
 namespace flash_qla::runtime {
 namespace {
@@ -105,6 +106,19 @@ Code& code_for(const LaunchConfig& config, const Gpu& gpu) {
                    std::to_string(gpu.minor));
 }
 
+// The archive's code from an offset on. The caller has the lock of load.
+const char* unpacked(const LaunchConfig& config, const Code& code) {
+  Archive& archive = code.archive;
+  if (archive.contents.empty()) {
+    try {
+      archive.contents = unpack_lzma({archive.packed, archive.packed_bytes}, archive.bytes);
+    } catch (const std::runtime_error& error) {
+      fail(config, error.what());
+    }
+  }
+  return archive.contents.data() + code.offset;
+}
+
 // The code's function, loaded once. It belongs to no device; the driver loads it on each device that launches it.
 const void* load(const LaunchConfig& config, Code& code) {
   static std::mutex one_at_a_time;
@@ -114,7 +128,7 @@ const void* load(const LaunchConfig& config, Code& code) {
     static const auto get_kernel = driver_function<PFN_cuLibraryGetKernel_v12000>("cuLibraryGetKernel");
     CUlibrary library;
     CUkernel function;
-    check(config, error_of(load_data(&library, code.cubin, nullptr, nullptr, 0, nullptr, nullptr, 0)),
+    check(config, error_of(load_data(&library, unpacked(config, code), nullptr, nullptr, 0, nullptr, nullptr, 0)),
           "loading the code");
     check(config, error_of(get_kernel(&function, library, config.kernel.name)), "finding the function");
     code.function.store(function, std::memory_order_release);

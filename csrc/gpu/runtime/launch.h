@@ -10,21 +10,32 @@
 #include <cstdint>
 #include <span>
 #include <type_traits>
+#include <vector>
 
 namespace flash_qla::runtime {
 
-// A kernel's code for one architecture, loaded by its first launch. There is one static object for each.
+// The code of a kernel's instances for one architecture, unpacked by the first launch of one. build_tools/archive.py
+// writes it.
+struct Archive {
+  const unsigned char* packed;  // a file of the format .lzma
+  size_t packed_bytes;
+  size_t bytes;  // unpacked
+  std::vector<char> contents = {};
+};
+
+// An instance's code for one architecture, loaded by its first launch. There is one static object for each.
 struct Code {
-  const char* architecture;   // see runs_on of device.h
-  const char* cubin;          // an ELF file
+  const char* architecture;  // see runs_on of device.h
+  Archive& archive;
+  size_t offset;              // of a cubin, which is an ELF file, or of PTX, which ends with a zero
   bool overlaps_predecessor;  // programmatic dependent launch: the code itself waits for its predecessor
   std::atomic<const void*> function = nullptr;
   std::atomic<uint64_t> prepared = 0;  // bit i: device i allows its dynamic shared memory
 };
 
 struct Kernel {
-  const char* name;  // the function's name in the cubins and in messages
-  std::span<Code> codes;
+  const char* name;       // the function's name in the code and in messages
+  std::span<Code> codes;  // a GPU takes the first that it runs
 };
 
 struct LaunchConfig {

@@ -12,7 +12,7 @@ struct KernelInfo {
   const char* params;  // "key=value key=value"
   const char* architecture;
   int threads;    // per CTA
-  int registers;  // per thread, as ptxas assigned them
+  int registers;  // per thread, as ptxas assigned them; 0 for PTX, as what follows but dynamic_shared_bytes
   int static_shared_bytes;
   int dynamic_shared_bytes;
   int spill_bytes;  // stores + loads
