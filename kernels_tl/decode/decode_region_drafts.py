@@ -20,7 +20,7 @@ The grid, the cluster and its meetings are those of decode_region. A CTA has `ro
 region_tile.py at most:
 
     CTA | arrive | tokens and S in flight; windows | convolution of all tokens; windows of v, kept windows |
-        | factors of q and k | wait, arrive | step of each token, S', sends o | waits for o, y | wait | windows of q, k |
+        | factors of q and k | wait, arrive | step of each token, S', sends o | wait for o, y | wait | windows of q, k |
 
 The sums are in the order of causal_conv1d, of the path `rows` of decode and of gated_rms_norm. A tree's states of
 ancestors are computed again from the initial state, which is still in shared memory.
