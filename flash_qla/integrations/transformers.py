@@ -156,7 +156,10 @@ def causal_conv1d(own, hidden_states, weight, bias=None, activation=None, **kwar
     if activation not in ("silu", "swish", None) or not 2 <= weight.shape[-1] <= 4:
         return own(hidden_states, weight, bias, activation=activation, **kwargs)
     x = hidden_states.transpose(1, 2)
-    if weight.dtype != torch.float32:
+    of_autocast = _transformers_layer.autocast_dtype(x)
+    if of_autocast not in (None, weight.dtype):  # the op casts x alone
+        weight, bias = weight.float(), None if bias is None else bias.float()
+    elif weight.dtype != torch.float32:
         x = x.to(weight.dtype)
     cu_seqlens, per_token = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx", kwargs.get("position_ids"))
     if cu_seqlens is not None and per_token is not None and per_token.shape[-1] != x.shape[1]:
