@@ -339,8 +339,8 @@ def decode_gated_delta_net(
             the window after a accepted tokens; a prefill writes the first W - 1. Not with parents.
         intermediate_windows: memory for the window after each token, [rows, steps, D, W - 1], in the dtype of
             window_pool, any strides; rows and steps as those of intermediate_states. Written.
-        update_state: write the window and, without write_indices, the state after the last token to the sequence's
-            slot.
+        update_state: write the window after the last token to its slot and, without write_indices, the state to the
+            slot that was read.
         out: memory for y, [B, T, H_v, V], in the dtype of mixed, any strides.
 
     Returns:
