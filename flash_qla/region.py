@@ -366,7 +366,8 @@ def decode_gated_delta_net(
     null_index : int, default -1
         An index of at most this is no slot: y of the sequence is 0, and nothing is written.
     update_state : bool, default True
-        Write the window and, without write_indices, the state after the last token to the sequence's slot.
+        Write the window after the last token to its slot and, without write_indices, the state to the slot that was
+        read.
 
     Drafts
     ------

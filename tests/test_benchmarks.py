@@ -213,6 +213,11 @@ def test_decode_region(on_cpu, capsys):
     assert [cell["function"] for cell in cells] == ["region", "parts", "rule"] * 2
     decode_region.report(cells)
     assert capsys.readouterr().out.count("% of the floor") == 6
+    # Sequences read a state of 4 x 8 x 16 numbers, and write one for each token. A window is read and written; a token
+    # has 64 + 32 channels of mixed, 32 of z and 32 of y.
+    for tokens, columns in ((1, 3), (4, 6)):
+        bytes_of_sequence = 4 * 512 * (1 + tokens) + 2 * 2 * 96 * columns + 2 * tokens * (96 + 32 + 32)
+        assert decode_region.Case(2, 4, batch=2, tokens_each=tokens, head_dims=(16, 8)).bytes == 2 * bytes_of_sequence
 
 
 def test_region(on_cpu, capsys):

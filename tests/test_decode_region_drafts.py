@@ -8,6 +8,7 @@ import pytest
 import test_decode_region
 import torch
 from accuracy import relative_error
+from cases import on_meta
 from test_decode_region import SLOTS, copied, launched, plain, same
 from test_region import formula
 
@@ -26,7 +27,8 @@ class Case(test_decode_region.Case):
     kept_rows: tuple[int, ...] = ()  # of states and windows after tokens, as SGLang has them
     update_state: bool = True
     with_convolution: bool = True
-    steps: int = 4  # most tokens of a sequence
+    with_write_indices: bool = True  # with `accepted`
+    steps: int = 4  # of tables and of kept states and windows
 
 
 def make(case: Case, device: str, seed: int = 0) -> dict:
@@ -52,7 +54,9 @@ def make(case: Case, device: str, seed: int = 0) -> dict:
         numbers = torch.randperm(slots - 1, generator=generator)[: N * case.steps] + 1
         indices = numbers.view(N, case.steps)
         indices[torch.tensor(case.indices) < 0] = -1
-        x["state_indices"] = x["write_indices"] = table(indices.tolist())
+        x["state_indices"] = table(indices.tolist())
+        if case.with_write_indices:
+            x["write_indices"] = x["state_indices"]
         x["num_accepted_tokens"] = table(case.accepted)
         x["state_pool"] = randn(slots, *state, like=states)
         x["window_pool"] = randn(slots, D, columns, like=windows)
@@ -120,9 +124,9 @@ def expected(x: dict) -> dict:
             if "write_indices" in at:
                 after["state_pool"][at["write_indices"][n][t]] = state
             elif x["update_state"] and t == end - begin - 1:
-                after["state_pool"][slots[0]] = state
+                after["state_pool"][slots[accepted - 1]] = state
             kept = at["intermediate_indices"][n] if "intermediate_indices" in at else -1
-            if kept >= 0:
+            if kept >= 0 and t < before["intermediate_states"].shape[1]:
                 after["intermediate_states"][kept, t] = state
                 if windows is not None:
                     after["intermediate_windows"][kept, t] = window[0]
@@ -143,14 +147,16 @@ CASES = (
     Case(**DRAFTS),
     Case(**DRAFTS, by_key_heads=True, columns_last=False, state_dtype=torch.bfloat16, int64=True),
     Case(lengths=(4, 3), indices=(1, -1), accepted=(2, 1), with_convolution=False, dtype=torch.float16),
+    Case(lengths=(4, 3), indices=(1, 5), accepted=(3, 1), with_write_indices=False),
     Case(**TREE),
     Case(**TREE, H_k=2, H_v=8, state_dtype=torch.float16, by_key_heads=True),
     Case(**TREE | {"parents": (-1, 0, 1, 2)}, columns=4, with_convolution=False),
+    Case(kept_rows=(0, 2, 1, 3), steps=2),
     Case(kept_rows=(0, 2, 1, 3), with_bias=False, with_dt_bias=False, K=64, V=72),
     Case(lengths=(8, 1, 7), indices=(3, 5, 0), columns=4, K=120, V=264, H_k=1, H_v=1, kept_rows=(3, 0, 1), steps=8),
     Case(lengths=(3, 2), indices=(1, 0), state_dtype=torch.float8_e4m3fn, options=(("null_index", 0),)),
     Case(
-        T=8, H_k=1, H_v=4, indices=(1, 2), update_state=False, options=(("norm_activation", "sigmoid"), ("scale", 0.7))
+        T=8, H_k=1, H_v=4, indices=(1, 1), update_state=False, options=(("norm_activation", "sigmoid"), ("scale", 0.7))
     ),
     Case(T=3, indices=(4, 1), by_key_heads=True, with_convolution=False),
     Case(T=2, H_k=1, H_v=3, state_dtype=torch.bfloat16, options=(("allow_neg_eigval", True), ("norm_eps", 1e-2))),
@@ -174,6 +180,7 @@ def draw(r: random.Random, sizes: dict) -> Case:
         fields["lengths"] = (*(r.randint(0, steps) for _ in range(N - 1)), steps)
     if kind == "slots":
         fields["accepted"] = tuple(r.randint(1, steps) for _ in range(N))
+        fields["with_write_indices"] = r.random() < 0.8
     if kind in ("rows", "tree"):
         rows = r.sample(range(N + 2), N)
         fields["kept_rows"] = tuple(-1 if r.random() < 0.1 else row for row in rows)
@@ -211,7 +218,7 @@ def test_formula_in_float64(case):
 
 @pytest.mark.gpu
 def test_one_kernel(tmp_path):
-    for i, case in enumerate((CASES[0], CASES[3], CASES[2], test_decode_region.Case(T=3))):
+    for i, case in enumerate((Case(**DRAFTS), Case(**TREE), CASES[2], test_decode_region.Case(T=3))):
         arguments = (make if isinstance(case, Case) else test_decode_region.make)(case, "cuda")
         (tmp_path / str(i)).mkdir()
         names = launched(lambda arguments=arguments: flash_qla.decode_gated_delta_net(**arguments), tmp_path / str(i))
@@ -266,6 +273,17 @@ def test_tokens_of_no_sequence(device):
     assert y[:, :4].isfinite().all() and not y[:, 4:].any()
 
 
+@pytest.mark.parametrize("by_key_heads", (False, True))
+def test_strides_of_tokens(by_key_heads, device):
+    """Any, also of channels: bits as with contiguous tokens."""
+    for case in (Case(**DRAFTS, by_key_heads=by_key_heads), Case(T=2, indices=(1, 4), by_key_heads=by_key_heads)):
+        arguments = make(case, device)
+        strided = copied(arguments)
+        for name in ("mixed", "z", "a", "b"):
+            strided[name] = torch.repeat_interleave(arguments[name], 2, -1)[..., ::2]
+        assert same(flash_qla.decode_gated_delta_net(**strided), flash_qla.decode_gated_delta_net(**arguments))
+
+
 WRONG = {
     "window_pool is None, expected a tensor with conv_weight": {"window_pool": None},
     "conv_bias is a tensor, expected None without conv_weight": {"conv_weight": None},
@@ -281,8 +299,17 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_fake_takes_what_the_op_takes(case):
+    arguments = on_meta(make(case, "cpu"))
+    y = flash_qla.decode_gated_delta_net(**arguments)
+    assert y.shape == plain(arguments)["z"].shape and y.dtype == case.dtype
+
+
+@pytest.mark.parametrize("on", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu), "meta"))
 @pytest.mark.parametrize("text", WRONG)
-def test_errors(text, device, errors_change_nothing):
+def test_errors(text, on, errors_change_nothing):
+    device = "cpu" if on == "meta" else on
     arguments = make(Case(lengths=(4, 2, 1, 3), accepted=(1, 1, 1, 1)), device)
     [(name, shape)] = WRONG[text].items()
     wrong = None
@@ -290,8 +317,11 @@ def test_errors(text, device, errors_change_nothing):
         like = arguments.get(name, arguments["state_indices"] if name == "parents" else arguments["mixed"])
         dtype = shape[-1] if isinstance(shape[-1], torch.dtype) else like.dtype
         wrong = torch.zeros([x for x in shape if isinstance(x, int)], dtype=dtype, device=device)
+    arguments |= {name: wrong}
+    if on == "meta":  # a part's fake has its own name for an argument
+        text = text.partition(" ")[2]
     with pytest.raises(RuntimeError, match=re.escape(text)):
-        flash_qla.decode_gated_delta_net(**arguments | {name: wrong})
+        flash_qla.decode_gated_delta_net(**on_meta(arguments) if on == "meta" else arguments)
 
 
 def test_errors_of_contents(errors_change_nothing):

@@ -339,6 +339,36 @@ def test_convolution_and_norm(name):
         vars(norm).pop("forward", None)
 
 
+@torch.no_grad()
+def test_autocast_of_another_dtype():
+    """The op takes a convolution in autocast's dtype, whatever the layer's input has; parts take one in any dtype."""
+    model = small_model(dtype=torch.bfloat16)
+    (layer,) = gated_delta_nets(model)
+    for dtype, of_autocast, is_one in (
+        (torch.float32, torch.bfloat16, True),
+        (torch.bfloat16, torch.float16, False),
+    ):
+        x = torch.randn(1, 20, layer.hidden_size, dtype=dtype)
+        with torch.autocast("cpu", of_autocast):
+            own = layer(x)
+            with use_flash_qla(model), Ran() as ran:
+                ours = layer(x)
+        assert ("gated_delta_net" in ran.ops) == is_one
+        assert ours.dtype == own.dtype and example.relative_error(ours, own) < 1e-2
+
+
+@torch.no_grad()
+def test_shapes_on_meta():
+    """The device meta has no autocast."""
+    (layer,) = gated_delta_nets(small_model())
+    layer.to("meta")
+    use_flash_qla(layer)
+    x = torch.empty(1, 20, layer.hidden_size, device="meta")
+    assert layer(x).shape == x.shape
+    layer.conv1d.register_forward_hook(lambda *args: None)  # so that its parts run
+    assert layer(x).shape == x.shape
+
+
 def test_with_block_restores_only_what_it_switched(calls):
     model = small_model()
     with use_flash_qla(model):
@@ -442,7 +472,7 @@ def test_copies_run_their_own_weights(how, switched, calls):
         made = len(calls)
         assert example.relative_error(found(hidden), expected) < FP32_TOLERANCE
         assert len(calls) == made + 1
-    assert isinstance(copied, type(layer).__mro__[1]) and type(copied).__name__ == type(layer).__name__
+    assert [type(x) for x in copied.modules()] == [type(x) for x in layer.modules()]
     restore(layer)
     made = len(calls)
     copied(hidden)

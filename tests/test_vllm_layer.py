@@ -59,10 +59,15 @@ def in_one(x: dict, *names: str) -> torch.Tensor:
     return torch.cat(tensors, -1).flatten(0, 1).flatten(1)
 
 
+def padded(table: torch.Tensor | None) -> torch.Tensor | None:
+    """With rows behind those of the step, as in CUDA graphs."""
+    return None if table is None else torch.cat([table, table[-1:].expand(2, *table.shape[1:])])
+
+
 def step_of(x: dict, tokens: int) -> SimpleNamespace:
     """The metadata of a step of decoding."""
     has_drafts = "num_accepted_tokens" in x
-    N = x["state_indices"].shape[0]
+    N, indices = x["state_indices"].shape[0], padded(x["state_indices"])
     return SimpleNamespace(
         num_prefills=0,
         num_decodes=0 if has_drafts else N,
@@ -72,10 +77,10 @@ def step_of(x: dict, tokens: int) -> SimpleNamespace:
         num_spec_decodes=N if has_drafts else 0,
         num_actual_tokens=tokens,
         spec_sequence_masks=torch.ones(N, dtype=torch.bool) if has_drafts else None,
-        non_spec_state_indices_tensor=None if has_drafts else x["state_indices"],
-        spec_state_indices_tensor=x["state_indices"] if has_drafts else None,
-        spec_query_start_loc=x.get("cu_seqlens"),
-        num_accepted_tokens=x.get("num_accepted_tokens"),
+        non_spec_state_indices_tensor=None if has_drafts else indices,
+        spec_state_indices_tensor=indices if has_drafts else None,
+        spec_query_start_loc=padded(x.get("cu_seqlens")),
+        num_accepted_tokens=padded(x.get("num_accepted_tokens")),
     )
 
 
@@ -96,11 +101,13 @@ def run(monkeypatch):
 
 ONE = {"T": 1, "indices": (4, 0, 6, 2), "options": (("null_index", 0),)}
 SEVERAL = {"lengths": (4, 2, 1, 0, 3), "indices": (4, 5, 6, 2, 3), "accepted": (1, 3, 2, 1, 4)}
+MOST = {"lengths": (8, 3), "indices": (2, 5), "accepted": (5, 1), "steps": 8}
 CASES = (
     (Case(**ONE), {}),
     (Case(**ONE, by_key_heads=True, state_dtype=torch.bfloat16), {"rows_last": False}),
     (Case(**SEVERAL, options=(("null_index", 0),)), {}),
     (Case(**SEVERAL, options=(("null_index", 0),), by_key_heads=True, columns_last=False), {"rows_last": False}),
+    (Case(**MOST, options=(("null_index", 0),)), {}),
 )
 
 

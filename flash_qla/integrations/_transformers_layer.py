@@ -43,9 +43,8 @@ def projections(layer: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, 
 def forward(layer: torch.nn.Module, hidden_states, attention_mask=None, cu_seq_lens_q=None, max_length_q=None):
     """The layer's forward without a cache."""
     norm, conv = norm_of(layer), layer.conv1d
-    modules = (
-        sys.modules.get(x.__module__) for x in type(layer).__mro__
-    )  # FSDP and others make classes from a layer's
+    # FSDP and others make classes from a layer's, in modules of their own.
+    modules = (sys.modules.get(x.__module__) for x in type(layer).__mro__)
     apply_mask = next(x.apply_mask_to_padding_states for x in modules if hasattr(x, "apply_mask_to_padding_states"))
     mixed, z, b, a = projections(layer, apply_mask(hidden_states, attention_mask))
     V, K = norm.weight.shape[0], layer.head_k_dim
@@ -58,6 +57,13 @@ def forward(layer: torch.nn.Module, hidden_states, attention_mask=None, cu_seq_l
     )  # fmt: skip
     out = layer.out_proj if hasattr(layer, "out_proj") else layer.o_proj
     return out(y.flatten(2))
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that torch.autocast gives x, or None where it is off."""
+    device = x.device.type
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else None
 
 
 def _is_plain(part: torch.nn.Module) -> bool:
@@ -74,9 +80,8 @@ def why_not(layer: torch.nn.Module, x: torch.Tensor, is_known_norm: Callable) ->
         return "its norm has a hook, or is another one"
     if not 2 <= conv.kernel_size[0] <= 4 or getattr(layer, "activation", "silu") not in ("silu", "swish"):
         return f"its convolution has {conv.kernel_size[0]} taps and {getattr(layer, 'activation', 'silu')}"
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    return None if conv.weight.dtype in (dtype, torch.float32) else f"its convolution is in {conv.weight.dtype}"
+    is_known = conv.weight.dtype in (autocast_dtype(x) or x.dtype, torch.float32)
+    return None if is_known else f"its convolution is in {conv.weight.dtype}"
 
 
 @functools.cache

@@ -158,7 +158,10 @@ def causal_conv1d(own, hidden_states, weight, bias=None, activation=None, **kwar
     if activation not in ("silu", "swish", None) or not 2 <= weight.shape[-1] <= 4:
         return own(hidden_states, weight, bias, activation=activation, **kwargs)
     x = hidden_states.transpose(1, 2)
-    if weight.dtype != torch.float32:
+    of_autocast = _transformers_layer.autocast_dtype(x)
+    if of_autocast not in (None, weight.dtype):  # the op casts x alone
+        weight, bias = weight.float(), None if bias is None else bias.float()
+    elif weight.dtype != torch.float32:
         x = x.to(weight.dtype)
     cu_seqlens, per_token = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx", kwargs.get("position_ids"))
     if cu_seqlens is not None and per_token is not None and per_token.shape[-1] != x.shape[1]:
@@ -245,7 +248,7 @@ def use_flash_qla(model: torch.nn.Module) -> Switched:
     for layer, switch in plan.values():
         switch()
         for norm in filter(_is_gated_rms_norm, layer.children()):
-            norm.__class__ = _switched_class(type(norm))
+            norm.__class__ = _switched_class(type(norm), False)
     return Switched({name: layer for name, (layer, _) in plan.items()})
 
 
@@ -308,9 +311,9 @@ def _switch_of(layer: torch.nn.Module) -> Callable[[], None] | None:
             return renamed and functools.partial(_replace, layer, {attribute: types.MethodType(renamed, layer)})
     if "forward" in layer.__dict__ or _is_norm(type(layer)):
         return None
-    switched = _switched_class(type(layer))
+    switched = _switched_class(type(layer), False)
     if switched and _transformers_layer.agrees(layer, switched.forward):
-        switched = _switched_class(type(layer), with_region=True)
+        switched = _switched_class(type(layer), True)
     return switched and functools.partial(setattr, layer, "__class__", switched)
 
 
@@ -356,7 +359,7 @@ def _restore_layer(name: str, layer: torch.nn.Module) -> None:
 
 
 @functools.cache
-def _switched_class(original: type, with_region: bool = False) -> type | None:
+def _switched_class(original: type, with_region: bool, /) -> type | None:  # the cache knows keywords as other calls
     """A subclass whose forward calls flash_qla, which passes for the class itself; None where its forward does not call
     _FUNCTION, and it is no norm. All layers of a class share it, and so torch.compile one compilation. with_region:
     calls without a cache may run as one op."""
