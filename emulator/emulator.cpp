@@ -453,6 +453,7 @@ void copy_piece(void* to, const void* from, bool is_there, int bytes) {
     check_pieces(from, bytes, bytes);
     races::touch(from);
   }
+  std::memset(to, 0xff, bytes);  // NaN, because nothing may read it before the wait
   Copies& copies = copies_of_threads[thread_of_cluster];
   copies.in_flight.push_back({to, is_there ? from : nullptr, bytes, copies.group});
 }

@@ -163,7 +163,7 @@ void move_box(Box move, const CUtensorMap& map, const void* shared, std::initial
 // checks loads and stores of vectors.)
 void check_pieces(const void* global, int64_t bytes, int piece = 16);
 // cp.async: copies a piece of global memory to shared memory, or writes zeros, when the thread waits for the group that
-// it commits next.
+// it commits next. Until then NaN is there.
 void copy_piece(void* to, const void* from, bool is_there, int bytes);
 void commit_copies();
 void wait_for_copies(int in_flight);  // all but so many of the last groups
