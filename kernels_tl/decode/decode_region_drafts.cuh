@@ -339,7 +339,9 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
       const bool has_next = turn + 1 < turns;
       if (has_next) {
         gates = load_gates(begin, count, head_of(turn + 1));
-        fetch(slot, turn + 1);
+        if (!plan.parents) {
+          fetch(slot, turn + 1);
+        }
       }
 #pragma unroll 1
       for (int t = 0; t < count; ++t) {
