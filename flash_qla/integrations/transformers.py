@@ -359,7 +359,7 @@ def _restore_layer(name: str, layer: torch.nn.Module) -> None:
 
 
 @functools.cache
-def _switched_class(original: type, with_region: bool, /) -> type | None:  # the cache knows keywords as other calls
+def _switched_class(original: type, with_region: bool, /) -> type | None:  # a keyword would be another key of the cache
     """A subclass whose forward calls flash_qla, which passes for the class itself; None where its forward does not call
     _FUNCTION, and it is no norm. All layers of a class share it, and so torch.compile one compilation. with_region:
     calls without a cache may run as one op."""
