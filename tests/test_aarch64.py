@@ -78,7 +78,7 @@ def program(packages, libraries, tmp_path_factory) -> Path:
     program = tmp_path_factory.mktemp("program") / "flash_qla_run"
     include = [f"-I{packages / 'torch/include' / name}" for name in (".", "torch/csrc/api/include")]
     link = [f"-L{libraries}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--allow-shlib-undefined"]
-    run(COMPILER, "-std=c++20", *include, EXAMPLE / "main.cpp", "-o", program, *link, "-ldl")
+    run(COMPILER, "-std=c++20", *include, EXAMPLE / "run.cpp", "-o", program, *link, "-ldl")
     return program
 
 

@@ -22,10 +22,10 @@ from collections.abc import Callable
 import torch
 
 import flash_qla
+from flash_qla._layout import DECODE_TOKENS
 from flash_qla_environment import is_not_off
 
 NULL_INDEX = 0  # vLLM's null slot
-MOST_TOKENS = 8  # of a sequence, in one kernel
 _said = set()
 
 
@@ -101,7 +101,7 @@ def _decodes(layer, metadata) -> bool:
     if metadata.spec_sequence_masks is None:
         return metadata.num_decodes > 0 and metadata.non_spec_state_indices_tensor.dim() == 1
     is_all_drafts = metadata.num_decodes == 0 < metadata.num_spec_decodes and layer.gdn_decode_kernel != "cuda"
-    return is_all_drafts and metadata.spec_state_indices_tensor.shape[1] <= MOST_TOKENS
+    return is_all_drafts and metadata.spec_state_indices_tensor.shape[1] <= DECODE_TOKENS  # in one kernel
 
 
 def _prefills(layer, metadata) -> bool:
