@@ -126,9 +126,9 @@ def main() -> None:
     print(f"package  flash_qla {flash_qla.__version__} in {package}")
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
     print(f"runs in  PyTorch {torch.__version__} ({cuda}), Python {platform.python_version()}")
-    info = _C.build_info()
+    info, kernels = _C.build_info(), {x.name for x in _C.kernels()}
     print(
-        f"built    version {info.version}, {len(_C.kernels())} kernels by TileLang {info.tilelang} and CUDA {info.cuda}"
+        f"built    version {info.version}, {len(kernels)} kernels by TileLang {info.tilelang} and CUDA {info.cuda}"
         f", C++ for the stable ABI of PyTorch {info.torch_target} and newer"
     )
     for line in flash_qla_environment.describe():
