@@ -10,7 +10,7 @@ import torch
 from accuracy import relative_error
 from test_decode_region_drafts import BARS, Case, expected, make
 
-from flash_qla.integrations import _engines, _vllm_layer
+from flash_qla.integrations import _engines, _vllm_layer, vllm
 
 PREFIX = "model.layers.0.linear_attn"
 
@@ -119,16 +119,16 @@ def test_decode(case, options, device, run):
     layer.has_flash_qla_region = True
     qkvz, ba = in_one(x, "mixed", "z"), in_one(x, "b", "a")
     tokens = qkvz.shape[0]
-    wanted = expected(x)
+    reference = expected(x)
     qkvz, ba = (torch.cat([y, y.new_full((2, y.shape[1]), torch.nan)]) for y in (qkvz, ba))
     out = torch.full((tokens + 2, case.H_v, case.V), 7.0, dtype=case.dtype, device=device)
     run(layer, step_of(x, tokens), qkvz, ba, out)
     assert layer.calls == [] and (out[tokens:] == 7).all()
-    y = wanted["y"].flatten(0, 1).to(device)
+    y = reference["y"].flatten(0, 1).to(device)
     assert relative_error(out[:tokens].double(), y) < BARS[2]
-    assert torch.equal(x["window_pool"].double().cpu(), wanted["window_pool"])
+    assert torch.equal(x["window_pool"].double().cpu(), reference["window_pool"])
     states = x["state_pool"].double()
-    assert relative_error(states, wanted["state_pool"].to(device)) < BARS[x["state_pool"].element_size()]
+    assert relative_error(states, reference["state_pool"].to(device)) < BARS[x["state_pool"].element_size()]
 
 
 def test_a_step_without_drafts_has_the_first_columns(run):
@@ -138,11 +138,11 @@ def test_a_step_without_drafts_has_the_first_columns(run):
     wide = torch.cat([x["window_pool"], torch.full_like(x["window_pool"], 5.0)], -1)
     layer = layer_of(x | {"window_pool": wide}, case, "cpu")
     layer.has_flash_qla_region = True
-    wanted = expected(x)
+    reference = expected(x)
     out = torch.zeros(4, case.H_v, case.V, dtype=case.dtype)
     run(layer, step_of(x, 4), in_one(x, "mixed", "z"), in_one(x, "b", "a"), out)
-    assert torch.equal(wide[..., :3].double(), wanted["window_pool"]) and (wide[..., 3:] == 5).all()
-    assert relative_error(out.double(), wanted["y"].flatten(0, 1)) < BARS[2]
+    assert torch.equal(wide[..., :3].double(), reference["window_pool"]) and (wide[..., 3:] == 5).all()
+    assert relative_error(out.double(), reference["y"].flatten(0, 1)) < BARS[2]
 
 
 class ByKeyHeads(Layer):
@@ -172,7 +172,7 @@ def test_prefill(decodes, by_key_heads, device, run):
     fresh = x["state_indices"][decodes]
     for name in ("state_pool", "window_pool"):
         x[name][fresh] = 0
-    wanted = expected(x)
+    reference = expected(x)
     for name in ("state_pool", "window_pool"):
         x[name][fresh] = torch.nan
     layer = layer_of(x, case, device, cls=ByKeyHeads)
@@ -190,10 +190,10 @@ def test_prefill(decodes, by_key_heads, device, run):
     out = torch.full((tokens + 2, case.H_v, case.V), 7.0, dtype=case.dtype, device=device)
     run(layer, step, in_one(x, "mixed", "z"), in_one(x, "b", "a"), out)
     assert layer.calls == [] and (out[tokens:] == 7).all()
-    assert relative_error(out[:tokens].double(), wanted["y"][0].to(device)) < BARS[2]
+    assert relative_error(out[:tokens].double(), reference["y"][0].to(device)) < BARS[2]
     used = x["state_indices"][x["state_indices"] > 0].long().cpu()
-    assert torch.equal(x["window_pool"].double().cpu()[used], wanted["window_pool"][used])
-    assert relative_error(x["state_pool"].double().cpu()[used], wanted["state_pool"][used]) < BARS[4]
+    assert torch.equal(x["window_pool"].double().cpu()[used], reference["window_pool"][used])
+    assert relative_error(x["state_pool"].double().cpu()[used], reference["state_pool"][used]) < BARS[4]
 
 
 def test_other_steps_are_theirs(run):
@@ -261,6 +261,29 @@ def test_the_constructor(monkeypatch, caplog):
         assert layer.has_flash_qla_region == layer.enable_fused_gdn_spec_decode == (why == "as one call")
         assert why in caplog.records[-1].message
     assert len(caplog.records) == 5
+
+
+@pytest.mark.parametrize("is_fused", (False, True))
+def test_restore(is_fused, monkeypatch, run):
+    """A layer has vLLM's own path again, which it had before only with vLLM's kernel of drafts."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+    class Fused(Layer):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.enable_fused_gdn_spec_decode = is_fused
+
+    case = Case(**ONE)
+    x = make(case, "cpu")
+    monkeypatch.setattr(Fused, "__init__", _vllm_layer.with_region(Fused.__init__))
+    layer = layer_of(x, case, "cpu", cls=Fused)
+    assert layer.has_flash_qla_region and layer.enable_fused_gdn_spec_decode
+    vllm.restore()
+    assert not layer.has_flash_qla_region and layer.enable_fused_gdn_spec_decode == is_fused
+    out = torch.zeros(4, case.H_v, case.V, dtype=case.dtype)
+    run(layer, step_of(x, 4), in_one(x, "mixed", "z"), in_one(x, "b", "a"), out)
+    assert layer.calls == ["theirs"]
 
 
 def test_a_release_with_another_layer(monkeypatch, caplog):

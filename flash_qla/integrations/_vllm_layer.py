@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -27,6 +28,7 @@ from flash_qla_environment import is_not_off
 
 NULL_INDEX = 0  # vLLM's null slot
 _said = set()
+_layers = weakref.WeakKeyDictionary()  # those with the path -> whether vLLM's own configuration gave it to them
 
 
 def why_not(layer: torch.nn.Module, dtype: torch.dtype, windows: torch.dtype, states: torch.dtype) -> str | None:
@@ -55,7 +57,9 @@ def with_region(theirs: Callable) -> Callable:
         theirs(self, config, vllm_config, prefix, gqa_interleaved_layout, reduce_results)
         reason = why_not(self, vllm_config.model_config.dtype, *self.get_state_dtype())
         self.has_flash_qla_region = reason is None
-        self.enable_fused_gdn_spec_decode = self.enable_fused_gdn_spec_decode or reason is None
+        if reason is None:
+            _layers[self] = self.enable_fused_gdn_spec_decode
+            self.enable_fused_gdn_spec_decode = True
         if reason not in _said:
             _said.add(reason)
             log = logging.getLogger("vllm.flash_qla")
@@ -65,6 +69,13 @@ def with_region(theirs: Callable) -> Callable:
                 log.info("a layer's convolution, delta rule and norm run one by one: %s", reason)
 
     return __init__
+
+
+def restore() -> None:
+    """Give the layers vLLM's own path again: without this module's method it does not know tokens by key heads."""
+    while _layers:
+        layer, is_fused = _layers.popitem()
+        layer.has_flash_qla_region, layer.enable_fused_gdn_spec_decode = False, is_fused
 
 
 def forward_core(theirs: Callable) -> Callable:

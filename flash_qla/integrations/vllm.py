@@ -406,6 +406,8 @@ _replacement = Replacement(
 def use_flash_qla() -> None:
     """Have vLLM's Gated DeltaNet layers call the functions of this module, in this process.
 
+    Layers that are made from here on also run all between their projections as one call, where they can.
+
     Raises:
         ImportError: vLLM cannot be imported.
         RuntimeError: vLLM lacks one of the functions, or has it with other arguments. Then nothing is changed.
@@ -415,4 +417,5 @@ def use_flash_qla() -> None:
 
 def restore() -> None:
     """Give vLLM's layers their own functions again."""
+    _vllm_layer.restore()
     _replacement.restore()
