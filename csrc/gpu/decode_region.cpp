@@ -210,21 +210,28 @@ kernels::KeptWindows kept_windows_of(const std::optional<Tensor>& kept) {
           .window_steps = kept->size(1)};
 }
 
-// CTAs that the SMs hold at a time, and the first sequences, which prefetch.
-int64_t ctas_at_a_time(const DecodeRegion& region, int64_t ctas) {
-  return gpu_of(region.arguments().mixed).card.sm_count * ctas;
-}
-int64_t early_sequences(const DecodeCall& rule, const Cluster& cluster, int64_t at_a_time) {
+// sm_ctas: the CTAs that an SM holds. Those of the first sequences prefetch.
+kernels::RegionGrid grid_of(const DecodeRegion& region, int64_t sm_ctas) {
+  const DecodeCall& rule = region.rule();
+  const int64_t at_a_time = gpu_of(region.arguments().mixed).card.sm_count * sm_ctas;
+  const Cluster cluster = cluster_of(rule, at_a_time);
   const int64_t waves = has_dtype(rule.state_pool, ScalarType::Float) ? 1 : 2;
-  return first_places(rule.N, rule.H_k * cluster.ctas, waves, at_a_time);
+  return {.N = rule.N,
+          .H_k = rule.H_k,
+          .group = rule.group(),
+          .key_dim = rule.K,
+          .value_dim = rule.V,
+          .inverse_value_dim = 1.f / static_cast<float>(rule.V),
+          .ctas = cluster.ctas,
+          .rows = cluster.rows,
+          .inverse_rows = 1.f / static_cast<float>(cluster.rows),
+          .early = first_places(rule.N, rule.H_k * cluster.ctas, waves, at_a_time)};
 }
 
 void launch_one_token(const DecodeRegion& region, const TokenTensors& tokens, const Tensor& y) {
   const DecodeCall& rule = region.rule();
   const Parameters parameters(region);
   const auto instance = instance_of<kernels::DecodeRegionParams>(rule);
-  const int64_t at_a_time = ctas_at_a_time(region, kernels::facts_of(instance).ctas);
-  const Cluster cluster = cluster_of(rule, at_a_time);
   kernels::decode_region({.inputs = inputs_of(region, tokens, parameters),
                           .windows = windows_of(region.windows().window_pool),
                           .slots = {.state_indices = index_table(region.convolution().pool->state_indices),
@@ -234,16 +241,7 @@ void launch_one_token(const DecodeRegion& region, const TokenTensors& tokens, co
                           .slot_stride = rule.state_pool.stride(0),
                           .state_dtype_code = dtype_code(rule.state_pool),
                           .y = y.mutable_data_ptr(),
-                          .N = rule.N,
-                          .H_k = rule.H_k,
-                          .group = rule.group(),
-                          .key_dim = rule.K,
-                          .value_dim = rule.V,
-                          .inverse_value_dim = 1.f / static_cast<float>(rule.V),
-                          .ctas = cluster.ctas,
-                          .rows = cluster.rows,
-                          .inverse_rows = 1.f / static_cast<float>(cluster.rows),
-                          .early = early_sequences(rule, cluster, at_a_time)},
+                          .grid = grid_of(region, kernels::facts_of(instance).ctas)},
                          instance, current_stream(y));
 }
 
@@ -251,8 +249,6 @@ void launch_drafts(const DecodeRegion& region, const TokenTensors& tokens, const
   DecodeCall rule = region.rule();
   const Parameters parameters(region);
   const auto instance = instance_of<kernels::DecodeRegionDraftsParams>(rule);
-  const int64_t at_a_time = ctas_at_a_time(region, kernels::facts_of(instance).ctas);
-  const Cluster cluster = cluster_of(rule, at_a_time);
   const Tensor* const kept = or_null(rule.intermediate_states);
   kernels::decode_region_drafts({.inputs = inputs_of(region, tokens, parameters),
                                  .windows = windows_of(region.windows().window_pool),
@@ -271,16 +267,7 @@ void launch_drafts(const DecodeRegion& region, const TokenTensors& tokens, const
                                  .tokens = rule.tokens(),
                                  .length = rule.T,
                                  .update_state = rule.update_state,
-                                 .N = rule.N,
-                                 .H_k = rule.H_k,
-                                 .group = rule.group(),
-                                 .key_dim = rule.K,
-                                 .value_dim = rule.V,
-                                 .inverse_value_dim = 1.f / static_cast<float>(rule.V),
-                                 .ctas = cluster.ctas,
-                                 .rows = cluster.rows,
-                                 .inverse_rows = 1.f / static_cast<float>(cluster.rows),
-                                 .early = early_sequences(rule, cluster, at_a_time)},
+                                 .grid = grid_of(region, kernels::facts_of(instance).ctas)},
                                 instance, current_stream(y));
 }
 

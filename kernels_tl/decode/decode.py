@@ -138,6 +138,19 @@ class DecodeTables(Bundle):
         tables = (self.state_indices.contiguous(), self.accepted.contiguous())
         return extern("FirstSlots", *tables, self.null_index, T.Cast("int64", slots))
 
+    def plan(self, slots, tokens, length, update_state):
+        return extern(
+            "DecodePlan",
+            self.first_slots(slots),
+            self.offsets.vector(),
+            self.write_indices.contiguous(),
+            self.state_rows.vector(),
+            self.parents.contiguous(),
+            T.Cast("int32", tokens),
+            length,
+            update_state != 0,
+        )
+
 
 class DecodeShares(Bundle):
     """The division of value rows into CTAs (csrc/gpu/decode.cpp, decode_share of decode/decode_plan.cuh)."""
@@ -218,17 +231,7 @@ def decode(dtype, K, state_dtype, path):
 
             extern(
                 function,
-                extern(
-                    "DecodePlan",
-                    indices.first_slots(slots),
-                    indices.offsets.vector(),
-                    indices.write_indices.contiguous(),
-                    indices.state_rows.vector(),
-                    indices.parents.contiguous(),
-                    T.Cast("int32", tokens),
-                    length,
-                    update_state != 0,
-                ),
+                indices.plan(slots, tokens, length, update_state),
                 inputs.of_head(hv, format_argument(dtype, format_of_tokens)),
                 extern(
                     "DecodeStates",

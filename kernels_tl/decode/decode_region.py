@@ -117,6 +117,30 @@ class RegionInputs(Bundle):
         return extern("RegionNorm", pointer(self.norm_weight), self.norm_weight_dtype, self.norm_lanes, gate)
 
 
+class RegionGrid(Bundle):
+    """The sizes of a layer, and how the CTAs of a cluster share a key head's value rows."""
+
+    def __init__(self):
+        super().__init__(
+            N=T.int32,
+            H_k=T.int32,
+            group=T.int32,
+            key_dim=T.int32,
+            value_dim=T.int32,
+            inverse_value_dim=T.float32,
+            ctas=T.int32,  # of a cluster
+            rows=T.int32,  # value rows of a CTA
+            inverse_rows=T.float32,
+            early=T.int32,  # the first sequences, whose CTAs prefetch before the preceding grid has ended
+        )
+
+    def sizes(self):
+        return extern("RegionSizes", self.H_k, self.group, self.key_dim, self.value_dim, self.inverse_value_dim)
+
+    def share(self, n, hk, rank):
+        return extern("RegionShare", n, hk, rank, self.ctas, self.rows, self.inverse_rows)
+
+
 def decode_region(dtype, K, state_dtype):
     element, state_element = element_type(dtype), element_type(state_dtype)
     constants = f"{element}, {state_element}, {K}, {REGION_VALUES}, {REGION_ROWS}"
@@ -127,12 +151,6 @@ def decode_region(dtype, K, state_dtype):
     def first_slots(slots):
         return extern("FirstSlots", slots.state_indices.vector(), extern("no_table"), slots.null_index, slots.slots)
 
-    def sizes_of(*numbers):
-        return extern("RegionSizes", *numbers)
-
-    def share_of(*numbers):
-        return extern("RegionShare", *numbers)
-
     @T.prim_func
     def main(
         inputs: RegionInputs(dtype),
@@ -142,28 +160,19 @@ def decode_region(dtype, K, state_dtype):
         slot_stride: T.int64,
         state_dtype_code: T.int32,
         y: T.Tensor([1], memory_type(dtype)),
-        N: T.int32,
-        H_k: T.int32,
-        group: T.int32,
-        key_dim: T.int32,
-        value_dim: T.int32,
-        inverse_value_dim: T.float32,
-        ctas: T.int32,  # of a cluster
-        rows: T.int32,  # value rows of a CTA
-        inverse_rows: T.float32,
-        early: T.int32,  # the first sequences, whose CTAs prefetch before the preceding grid has ended
+        grid: RegionGrid(),
     ):
-        with T.Kernel(ctas, H_k, N, threads=DECODE_THREADS, prelude=PRELUDE) as (rank, hk, n):
+        with T.Kernel(grid.ctas, grid.H_k, grid.N, threads=DECODE_THREADS, prelude=PRELUDE) as (rank, hk, n):
             T.annotate_min_blocks_per_sm(ONE_TOKEN.ctas)
             shared = T.alloc_shared([shared_bytes], "uint8")
-            if n < early:
+            if n < grid.early:
                 extern(
                     f"prefetch_region_state<{state_element}>",
                     first_slots(slots),
                     pointer(state_pool),
                     slot_stride,
-                    sizes_of(H_k, group, key_dim, value_dim, inverse_value_dim),
-                    share_of(n, hk, rank, ctas, rows, inverse_rows),
+                    grid.sizes(),
+                    grid.share(n, hk, rank),
                 )
             T.pdl_sync()
             T.pdl_trigger()
@@ -174,8 +183,8 @@ def decode_region(dtype, K, state_dtype):
                 windows.record(),
                 inputs.filter(),
                 inputs.norm(),
-                sizes_of(H_k, group, key_dim, value_dim, inverse_value_dim),
-                share_of(n, hk, rank, ctas, rows, inverse_rows),
+                grid.sizes(),
+                grid.share(n, hk, rank),
                 pointer(state_pool, "rw"),
                 slot_stride,
                 state_dtype_code,

@@ -36,7 +36,7 @@ from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, el
 from kernels_tl.core.cta import BYTES
 from kernels_tl.decode import region_tile
 from kernels_tl.decode.decode import DecodeTables
-from kernels_tl.decode.decode_region import TAPS, RegionInputs, RegionWindows
+from kernels_tl.decode.decode_region import TAPS, RegionGrid, RegionInputs, RegionWindows
 from kernels_tl.layout import DECODE_TOKENS
 
 CLUSTER = True
@@ -72,12 +72,6 @@ def decode_region_drafts(dtype, K, state_dtype):
     shared_bytes += 2 * rows * TAPS + 16
     constants = f"{element}, {state_element}, {K}, {tile.values}, {tile.rows}, {shared_bytes}"
 
-    def sizes_of(*numbers):
-        return extern("RegionSizes", *numbers)
-
-    def share_of(*numbers):
-        return extern("RegionShare", *numbers)
-
     @T.prim_func
     def main(
         inputs: RegionInputs(dtype),
@@ -97,50 +91,31 @@ def decode_region_drafts(dtype, K, state_dtype):
         tokens: T.int32,
         length: T.int32,  # tokens of a sequence, without offsets
         update_state: T.int32,
-        N: T.int32,
-        H_k: T.int32,
-        group: T.int32,
-        key_dim: T.int32,
-        value_dim: T.int32,
-        inverse_value_dim: T.float32,
-        ctas: T.int32,  # of a cluster
-        rows: T.int32,  # value rows of a CTA
-        inverse_rows: T.float32,
-        early: T.int32,  # the first sequences, whose CTAs prefetch before the preceding grid has ended
+        grid: RegionGrid(),
     ):
-        with T.Kernel(ctas, H_k, N, threads=DECODE_THREADS, prelude=PRELUDE) as (rank, hk, n):
+        with T.Kernel(grid.ctas, grid.H_k, grid.N, threads=DECODE_THREADS, prelude=PRELUDE) as (rank, hk, n):
             T.annotate_min_blocks_per_sm(tile.ctas)
             shared = T.alloc_shared([shared_bytes], "uint8")
-            if n < early:
+            if n < grid.early:
                 extern(
                     f"prefetch_region_state<{state_element}>",
                     indices.first_slots(slots),
                     pointer(state_pool),
                     slot_stride,
-                    sizes_of(H_k, group, key_dim, value_dim, inverse_value_dim),
-                    share_of(n, hk, rank, ctas, rows, inverse_rows),
+                    grid.sizes(),
+                    grid.share(n, hk, rank),
                 )
             T.pdl_sync()
             T.pdl_trigger()
             extern(
                 f"decode_region_drafts<{constants}>",
-                extern(
-                    "DecodePlan",
-                    indices.first_slots(slots),
-                    indices.offsets.vector(),
-                    indices.write_indices.contiguous(),
-                    indices.state_rows.vector(),
-                    indices.parents.contiguous(),
-                    tokens,
-                    length,
-                    update_state != 0,
-                ),
+                indices.plan(slots, tokens, length, update_state),
                 inputs.tokens(),
                 kept.record(windows),
                 inputs.filter(),
                 inputs.norm(),
-                sizes_of(H_k, group, key_dim, value_dim, inverse_value_dim),
-                share_of(n, hk, rank, ctas, rows, inverse_rows),
+                grid.sizes(),
+                grid.share(n, hk, rank),
                 extern(
                     "DecodeStates",
                     pointer(state_pool, "rw"),
@@ -153,7 +128,7 @@ def decode_region_drafts(dtype, K, state_dtype):
                     state_dtype_code,
                 ),
                 pointer(y, "w"),
-                N,
+                grid.N,
                 T.access_ptr(shared[0], "rw"),
             )
 
