@@ -215,7 +215,7 @@ BackwardCall make_backward_call(const char* op, BackwardArguments arguments) {
   check(call.g_cumsum || call.g_raw, op,
         "g and g_raw are None, expected the sums of the gates as g, or the g of the forward as g_raw");
   call.g = call.is_cumulative() ? *call.g_cumsum : *call.g_raw;
-  check_arguments(call, call.is_cumulative() ? "g" : "g_raw");
+  check_arguments(call, call.gates_name());
   check_gradients(call);
   prepare(call, call.use_gate && !call.is_cumulative());
   make_gradients_canonical(call);

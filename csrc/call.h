@@ -63,6 +63,8 @@ struct GradientArguments {
   bool packed = false;                     // dq, dk and dv are parts of one tensor
 
   bool is_cumulative() const { return g_cumsum.has_value(); }  // Arguments::g is g_cumsum
+  // What the op calls Arguments::g
+  const char* gates_name() const { return is_cumulative() || packed ? "g" : "g_raw"; }
 };
 
 // The canonical form. On a GPU q, k, v and grad_o are readable rows (tokens.h). All other tensors are contiguous; a

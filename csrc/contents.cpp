@@ -272,11 +272,7 @@ void check_contents(const BackwardCall& call) {
   if (are_checked(call)) {
     const Checker checker(call.op);
     const std::vector<bool> live = live_tokens(call, call.cu_seqlens, any_sequence);
-    if (call.is_cumulative()) {
-      check_tokens(checker, call, "g", Allowed::kNotNan, live);
-    } else {
-      check_tokens(checker, call, "g_raw", allowed_gates(call), live);
-    }
+    check_tokens(checker, call, call.gates_name(), call.is_cumulative() ? Allowed::kNotNan : allowed_gates(call), live);
     if (call.is_cumulative() && call.g_raw) {
       checker.check("g_raw", *call.g_raw, Allowed::kNotNan, live);
     }

@@ -10,6 +10,7 @@
 
 #include "chunks.h"
 #include "gpu/head_dims.h"
+#include "gpu/override.h"
 #include "gpu/runtime/device.h"
 
 namespace flash_qla {
@@ -153,9 +154,12 @@ const char* flash_qla_exchange_overrides(const Override* forward, const Override
 
 int64_t flash_qla_most_key_dim() noexcept { return kMostKeyDim; }
 
-int64_t flash_qla_card(int64_t device, int64_t* sm_mhz, int64_t* memory_gb_s) noexcept {
+int64_t flash_qla_card(int64_t device, int64_t* sm_mhz, int64_t* memory_gb_s, int64_t* portable) noexcept {
   Card card{};
-  const char* const error = error_of([&] { card = gpu_at(device).card; });
+  const char* const error = error_of([&] {
+    card = gpu_at(device).card;
+    *portable = runs_portable_kernels(gpu_at(device));
+  });
   *sm_mhz = card.sm_mhz;
   *memory_gb_s = card.memory_gb_s;
   return error == nullptr ? card.sm_count : -1;

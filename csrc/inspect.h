@@ -57,8 +57,9 @@ const char* flash_qla_exchange_overrides(const Override* forward, const Override
 // The most key channels of a head on a GPU.
 int64_t flash_qla_most_key_dim() noexcept;
 
-// The SMs of the GPU `device`, and its other figures (gpu/card.h). -1: this machine has no such GPU.
-int64_t flash_qla_card(int64_t device, int64_t* sm_mhz, int64_t* memory_gb_s) noexcept;
+// The SMs of the GPU `device`, its other figures (gpu/card.h), and whether calls on it run the portable kernels. -1:
+// this machine has no such GPU.
+int64_t flash_qla_card(int64_t device, int64_t* sm_mhz, int64_t* memory_gb_s, int64_t* portable) noexcept;
 
 // Bytes of a GPU's workspace between begin and finish (ranks.h). The shape (gpu/shape.h) has `count` fields by
 // name, and defaults for the others. -1: the shape has no such field, or no call has this shape.

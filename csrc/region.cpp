@@ -119,6 +119,7 @@ NormArguments Region::norm_of(Tensor o) const {
 }
 
 NormCall Region::norm_backward() const {
+  check_device(op_, "o", arguments_.o, arguments_.mixed, kNames.x);
   check_same_dtype(op_, "o", arguments_.o, arguments_.mixed, kNames.x);
   NormArguments arguments = norm_of(arguments_.o);
   arguments.grad_y = arguments_.grad_y;

@@ -57,14 +57,14 @@ def _workspace_bytes(direction: str):
     return workspace_bytes
 
 
-_card = _function("card", ctypes.c_int64, *(ctypes.POINTER(ctypes.c_int64),) * 2)
+_card = _function("card", ctypes.c_int64, *(ctypes.POINTER(ctypes.c_int64),) * 3)
 
 
 def card(device: int) -> dict[str, int]:
     """The figures of a GPU (csrc/gpu/card.h), which are fields of a shape. Empty: this machine has no such GPU."""
-    sm_mhz, memory_gb_s = ctypes.c_int64(), ctypes.c_int64()
-    sm_count = _card(device, sm_mhz, memory_gb_s)
-    return {} if sm_count < 0 else {"sm_count": sm_count, "sm_mhz": sm_mhz.value, "memory_gb_s": memory_gb_s.value}
+    figures = {name: ctypes.c_int64() for name in ("sm_mhz", "memory_gb_s", "portable")}
+    sm_count = _card(device, *figures.values())
+    return {} if sm_count < 0 else {"sm_count": sm_count} | {name: x.value for name, x in figures.items()}
 
 
 forward_workspace_bytes = _workspace_bytes("forward")

@@ -46,6 +46,7 @@ COSTLY = (
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a Hopper GPU (sm_90)")
+    config.addinivalue_line("markers", "hopper: on a GPU about Hopper's own kernels; skipped with --kernels portable")
     config.addinivalue_line("markers", "whole_card: needs nearly all memory of the GPU, see tests/card.py")
     config.stash[ENDED_EARLY] = []
     worker = getattr(config, "workerinput", None)  # of pytest-xdist
@@ -64,10 +65,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("long")
     items.sort(key=lambda item: COSTLY.index(item.path.name) if item.path.name in COSTLY else len(COSTLY))
     reason = no_gpu_reason(config)
-    if reason is not None:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    of_hopper = "is about Hopper's own kernels" if config.getoption("--kernels") == "portable" else None
+    for item in items:
+        skipped = reason or (of_hopper if item.get_closest_marker("hopper") else None)
+        if skipped and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=skipped))
 
 
 @pytest.hookimpl(tryfirst=True)

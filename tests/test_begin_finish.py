@@ -28,7 +28,6 @@ from poison import poisoned
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_qla
-from flash_qla.testing import forced_dispatch
 
 ops = torch.ops.flash_qla
 IN_PLACE = (REPLAY, *FINISH)
@@ -160,16 +159,14 @@ def test_nothing_is_left_of_decayed_states(segments):
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 def test_what_is_negligible_is_dropped():
-    """M of a segment is made where its norm may be 2^-20, and is 0, to the last bit, where it is at most 2^-28. The
-    portable kernels drop nothing."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("this GPU has the portable kernels alone")
+    """M of a segment is made where its norm may be 2^-20, and is 0, to the last bit, where it is at most 2^-28."""
     case = Case(T=128, H_k=1, H_v=2, gate="zero", beta="0.01")
     arguments = make_inputs(case, "cuda")
     arguments["g"] -= torch.tensor((20.0, 28.0), device="cuda") * math.log(2) / 128
     expected = expected_maps(arguments | make_gradients(case, "cuda"))
-    with forced_dispatch(kernels="device"), forward_mode(segment_chunks=2), backward_mode(2):
+    with forward_mode(segment_chunks=2), backward_mode(2):
         _, *maps = run_begin_finish(arguments | make_gradients(case, "cuda"), [0])
     for x, y in zip(maps, expected, strict=True):
         assert accuracy.relative_error(x[:, 0, case.V :], y[:, 0, case.V :]) < accuracy.BF16_BAR

@@ -217,6 +217,7 @@ def test_formula_in_float64(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 def test_one_kernel(tmp_path):
     for i, case in enumerate((Case(**DRAFTS), Case(**TREE), CASES[2], test_decode_region.Case(T=3))):
         arguments = (make if isinstance(case, Case) else test_decode_region.make)(case, "cuda")

@@ -48,6 +48,7 @@ def test_short_run_on_the_cpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_card
 def test_short_run_on_the_gpu():
     for number in range(200):
         trial = fuzz.draw(0, number, "cuda")

@@ -116,6 +116,7 @@ def test_modes_of_the_forward_with_wide_keys(segment_chunks, dims, gate):
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 def test_wide_keys_have_one_value_tile():
     (case,) = of_dims((136, 64), **LENGTHS)
     with (

@@ -44,6 +44,7 @@ def test_wrong_numbers_are_no_errors(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 def test_a_call_is_launched_for_it():
     """Its bits are those of the modes that the dispatch says for this length. Without it the modes are others."""
     case = Case(lengths=(320, 64, 64, 64), H_k=1, H_v=2, gate="logsigmoid")

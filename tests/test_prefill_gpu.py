@@ -123,6 +123,7 @@ def test_misaligned_slots():
         prefill_gated_delta_rule(**arguments)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize(
     ("asked", "every"),
     [

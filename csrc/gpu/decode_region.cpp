@@ -93,20 +93,15 @@ bool has_aligned_rows(const Tensor& x, bool by_key_heads) {
   return is_aligned(x) && fits(0) && fits(1) && (!by_key_heads || fits(2));
 }
 
-// Calls use(tensor, whether a kernel can read its rows) for each tensor. in_pieces: rows are read in 16 bytes, of
-// several tokens.
-template <typename Use>
-void for_tensors(TokenTensors& t, bool in_pieces, const Use& use) {
+// Copies the tensors whose rows a kernel cannot read. in_pieces: rows are read in 16 bytes, of several tokens.
+void make_readable(const char* op, TokenTensors& t, bool in_pieces) {
   for (const auto& [x, rank] : {std::pair{&t.mixed, 3}, {&t.z, 4}, {&t.a, 3}, {&t.b, 3}}) {
     const bool by_key_heads = x->dim() > rank, has_pieces = in_pieces && (x == &t.mixed || x == &t.z);
-    use(*x, is_contiguous_from(*x, by_key_heads ? 3 : 2) && tokens_are_even(*x) &&
-                (!has_pieces || has_aligned_rows(*x, by_key_heads)));
+    if (!is_contiguous_from(*x, by_key_heads ? 3 : 2) || !tokens_are_even(*x) ||
+        (has_pieces && !has_aligned_rows(*x, by_key_heads))) {
+      make_aligned(op, *x, x->scalar_type());
+    }
   }
-}
-bool are_readable(TokenTensors& t, bool in_pieces) {
-  bool all = true;
-  for_tensors(t, in_pieces, [&](const Tensor&, bool is_readable) { all = all && is_readable; });
-  return all;
 }
 
 bool runs_here(const DecodeRegion& region, const auto& architectures) {
@@ -147,14 +142,13 @@ struct Parameters {
       : A_log(region.rule().A_log), dt_bias(region.rule().dt_bias), norm_weight(region.arguments().norm_weight) {
     const char* const op = region.rule().op;
     if (region.has_convolution()) {
-      Convolution convolution = region.convolution();
-      make_canonical(convolution);
+      const Convolution& convolution = region.convolution();
       conv_weight = convolution.weight;
       make_aligned(op, *conv_weight, convolution.dtype);
       conv_bias = convolution.bias;
     }
     make_contiguous(op, norm_weight, norm_weight.scalar_type());
-    for (std::optional<Tensor>* tensor : {&A_log, &dt_bias}) {
+    for (std::optional<Tensor>* tensor : {&conv_bias, &A_log, &dt_bias}) {
       if (*tensor) {
         make_contiguous(op, **tensor, (*tensor)->scalar_type());
       }
@@ -288,11 +282,10 @@ Tensor decode_region_cuda(const DecodeRegion& region) {
   TokenTensors tokens = {r.mixed, r.z, r.a, r.b};
   const bool is_plain = region.is_plain();
   const bool one_token = is_plain && rule.T == 1 && runs_here(region, kernels::kDecodeRegionArchitectures) &&
-                         fits<kernels::DecodeRegionParams>(region) && are_readable(tokens, /*in_pieces=*/false);
+                         fits<kernels::DecodeRegionParams>(region);
   const bool is_short = rule.T <= kDecodeTokens || rule.cu_seqlens;
   const bool drafts = is_short && fits<kernels::DecodeRegionDraftsParams>(region) &&
-                      (!is_plain || (rule.T > 1 && are_readable(tokens, /*in_pieces=*/true) &&
-                                     runs_here(region, kernels::kDecodeRegionDraftsArchitectures)));
+                      (!is_plain || (rule.T > 1 && runs_here(region, kernels::kDecodeRegionDraftsArchitectures)));
   if (!is_plain) {
     check_gpu(rule.op, r.mixed, kernels::kDecodeRegionDraftsArchitectures);
     if (!drafts) {
@@ -309,15 +302,9 @@ Tensor decode_region_cuda(const DecodeRegion& region) {
   Tensor y = allocate_output(rule, rule.out, r.mixed);
   if (rule.N == 0) {
     zero(y);
-  } else if (drafts && rule.tokens() > 0) {
-    for_tensors(tokens, /*in_pieces=*/true, [&](Tensor& x, bool is_readable) {
-      if (!is_readable) {
-        make_aligned(rule.op, x, x.scalar_type());
-      }
-    });
-    launch_drafts(region, tokens, y);
   } else if (rule.tokens() > 0) {
-    launch_one_token(region, tokens, y);
+    make_readable(rule.op, tokens, /*in_pieces=*/drafts);
+    drafts ? launch_drafts(region, tokens, y) : launch_one_token(region, tokens, y);
   }
   return output_as_returned(rule, rule.out, std::move(y));
 }

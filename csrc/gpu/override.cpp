@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "gpu/runtime/device.h"
 #include "layout.h"
 
 namespace flash_qla {
@@ -65,6 +66,8 @@ Overrides current_overrides() {
   const std::lock_guard lock(mutex);
   return overrides;
 }
+
+bool runs_portable_kernels(const Gpu& gpu) { return !gpu.is_hopper() || current_overrides().portable; }
 
 Overrides exchange_overrides(const Override* forward, const Override* backward, const bool* portable) {
   if (forward != nullptr) {

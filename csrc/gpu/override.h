@@ -25,6 +25,10 @@ struct Overrides {
 
 Overrides current_overrides();
 
+struct Gpu;
+// Whether calls on this GPU run the portable kernels of the delta rule.
+bool runs_portable_kernels(const Gpu& gpu);
+
 // Sets all at once and returns the previous overrides. nullptr keeps that override. Throws for an override that no call
 // can follow, and then sets none.
 Overrides exchange_overrides(const Override* forward, const Override* backward, const bool* portable);

@@ -39,7 +39,7 @@ Shape shape_of(const Call& call) {
           .V = call.V,
           .fp16 = call.dtype == ScalarType::Half,
           .over_ranks = call.over_ranks,
-          .portable = !gpu_of(call.q).is_hopper() || current_overrides().portable};
+          .portable = runs_portable_kernels(gpu_of(call.q))};
 }
 
 void copy_or_zero(Tensor& to, const std::optional<Tensor>& from) {

@@ -62,7 +62,7 @@ def forward(layer: torch.nn.Module, hidden_states, attention_mask=None, cu_seq_l
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype that torch.autocast gives x, or None where it is off."""
     device = x.device.type
-    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    is_on = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_on else None
 
 
