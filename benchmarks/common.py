@@ -322,6 +322,8 @@ def add_timing_arguments(parser: argparse.ArgumentParser, heads: str, sequences:
     parser.add_argument("--sequences", default=sequences, help=parse_lengths.__doc__)
     parser.add_argument("--samples", type=int, default=samples)
     parser.add_argument("--sample-ms", type=float, default=4.0, help="length of a sample")
+    kernels = "of flash_qla on a Hopper GPU; portable: those that every GPU from Ampere on has"
+    parser.add_argument("--kernels", choices=("device", "portable"), default="device", help=kernels)
 
 
 def run(
@@ -340,9 +342,11 @@ def run(
     if getattr(options, "device", "cuda") == "cuda" and not torch.cuda.is_available():
         parser.error("this needs a GPU, and torch sees no CUDA device")
     if options.measure:
-        with open(options.out, "w") as file:
+        portable = options.measure == "flash_qla" and getattr(options, "kernels", "device") == "portable"
+        about = {"kernels": "portable"} if portable else {}
+        with open(options.out, "w") as file, portable_kernels() if portable else contextlib.nullcontext():
             for cell in measure(options.measure, options):
-                print(json.dumps(cell), file=file, flush=True)
+                print(json.dumps(cell | about), file=file, flush=True)
         return
 
     cells, failed = [], []
@@ -362,6 +366,12 @@ def run(
     report(cells)
     if failed:
         sys.exit("; ".join(failed))
+
+
+def portable_kernels() -> contextlib.AbstractContextManager:
+    from flash_qla.testing import forced_dispatch
+
+    return forced_dispatch(kernels="portable")
 
 
 def package_environment(package: str, options: argparse.Namespace, changes: dict | None) -> dict[str, str]:
