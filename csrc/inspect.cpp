@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "chunks.h"
+#include "cpu/sequences.h"
 #include "gpu/head_dims.h"
 #include "gpu/override.h"
 #include "gpu/runtime/device.h"
@@ -151,6 +152,8 @@ const char* flash_qla_exchange_overrides(const Override* forward, const Override
                                          Overrides* previous) noexcept {
   return error_of([&] { *previous = exchange_overrides(forward, backward, portable); });
 }
+
+int64_t flash_qla_exchange_slow_path_was_said(int64_t said) noexcept { return exchange_slow_path_was_said(said != 0); }
 
 int64_t flash_qla_most_key_dim() noexcept { return kMostKeyDim; }
 

@@ -54,6 +54,9 @@ const char* flash_qla_backward_dispatch(const BackwardShape* shape, BackwardDisp
 const char* flash_qla_exchange_overrides(const Override* forward, const Override* backward, const bool* portable,
                                          Overrides* previous) noexcept;
 
+// Sets whether this process has said that the CPU is slow, 1 or 0, and returns whether it had.
+int64_t flash_qla_exchange_slow_path_was_said(int64_t said) noexcept;
+
 // The most key channels of a head on a GPU.
 int64_t flash_qla_most_key_dim() noexcept;
 

@@ -69,4 +69,17 @@ def card(device: int) -> dict[str, int]:
 
 forward_workspace_bytes = _workspace_bytes("forward")
 backward_workspace_bytes = _workspace_bytes("backward")
+_exchange_slow_path_was_said = _function("exchange_slow_path_was_said", ctypes.c_int64)
+
+
+@contextlib.contextmanager
+def slow_path_is_meant():
+    """Within the block the line that the CPU is slow is not said."""
+    before = _exchange_slow_path_was_said(1)
+    try:
+        yield
+    finally:
+        _exchange_slow_path_was_said(before)
+
+
 MOST_KEY_DIM = _function("most_key_dim")()  # the largest K on a GPU

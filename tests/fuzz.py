@@ -75,7 +75,7 @@ def draw_of_region(r: random.Random, device: str) -> RegionTrial:
     columns = r.choice((W - 1, W))
     if op == "norm":
         dims = tuple(r.randint(1, 40) for _ in range(r.randint(0, 3)))
-        V = r.choice((8, 64, 128, 128, 256, 512, r.randint(1, 512)))
+        V = r.choice((8, 64, 128, 128, 256, 512, r.randint(2, 512)))  # V = 1: do is what a difference leaves
         kind = {"activation": r.choice(("silu", "sigmoid")), "norm_before_gate": r.random() < 0.5}
         return RegionTrial(op, test_norm.Case((*dims, V), r.choice((*half, *wide)), **kind))
     if op == "convolution":
@@ -93,6 +93,8 @@ def draw_of_region(r: random.Random, device: str) -> RegionTrial:
         one_kernel = {"W": 4, "columns": r.choice((3, 4))} if r.random() < 0.8 else {"T": r.randint(1, 3)}
         flags = {x: r.random() < 0.5 for x in ("by_key_heads", "columns_last", "with_bias", "with_dt_bias", "int64")}
         flags["state_dtype"] = r.choice((torch.float32, *half, torch.float8_e4m3fn, torch.float8_e5m2))
+        if gpu and flags["state_dtype"].itemsize == 1:
+            sizes["K"] = 16 * r.randint(1, 8)
         flags["options"] = (("allow_neg_eigval", r.random() < 0.5), ("norm_activation", r.choice(("silu", "sigmoid"))))
         return RegionTrial(op, test_decode_region.Case(indices, **sizes | one_kernel | flags), r.randrange(2**31))
     if op == "region of drafts":

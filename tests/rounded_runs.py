@@ -229,7 +229,8 @@ class Bars:
 
     def check(self, actual: torch.Tensor, compute: torch.dtype, segments: int = 0, carried: float = 0.0) -> float:
         """The largest error of a head or of a row over its bar; above 1 is wrong. States may be handed on through so
-        many segments' maps, the largest of them with the norm `carried`."""
+        many segments' maps, the largest of them with the norm `carried`; dg, the product of a state and a gradient,
+        with the product of their norms."""
         shapes = tuple(actual.shape), tuple(self.shape)
         assert actual.shape == self.shape, f"{self.name} has shape {shapes[0]}, expected {shapes[1]}"
         if actual.numel() == 0:
@@ -238,7 +239,8 @@ class Bars:
         eps, tiny = max(kind.eps for kind in kinds), max(kind.tiny for kind in kinds)
         stored = eps * self.size + tiny * self.expected.shape[-1] ** 0.5
         if actual.is_cuda:  # auto_cp may drop a part, and maps have two parts of 16 bits, see docs/accuracy.md
-            carried = max(carried, self.size.max().item()) if self.name.startswith(STATES) else self.size.max()
+            is_carried = self.name.startswith((*STATES, "dg"))
+            carried = max(carried, self.size.max().item()) if is_carried else self.size.max()
             stored = stored + (2**-22 + segments * (torch.finfo(self.noise.dtype).eps / 4) ** 2) * carried
         most, found = kinds[0].max, self.by_head(actual.double())  # larger numbers may be inf
         if self.name in ("dq", "dk"):  # and results of larger numbers may be nan, see docs/support.md

@@ -42,6 +42,7 @@ SELECTED = {
     "test_large_states.py": "(rows and (fused or cut) and (two or raw)) or (reset and 3-) or wide or maps"
     " or (prefill and bfloat16 and (fused or narrow))",
     "test_pairs.py": "not (contents or chunk and (many or long or one))",
+    "test_fuzz.py": "draws_of_regions",
     "test_norm.py": "not (opcheck or compile or graph or in_place or large_tensors or errors or every_time)",
 }
 

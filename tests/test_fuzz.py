@@ -48,6 +48,13 @@ def test_short_run_on_the_cpu():
 
 
 @pytest.mark.gpu
+def test_draws_of_regions():
+    """Of the convolution, the norm and the regions, which need no noise."""
+    for number in range(9, 200, 10):
+        fuzz.run_any(fuzz.draw(0, number, "cuda"), "cuda")
+
+
+@pytest.mark.gpu
 @pytest.mark.whole_card
 def test_short_run_on_the_gpu():
     for number in range(200):

@@ -556,6 +556,28 @@ def test_layers_that_fsdp_has_sharded():
     assert run_python(FSDP.format(tests=str(Path(__file__).parent)), FLASH_QLA_QUIET="1").split()[-1] == "1"
 
 
+SLOW_PATH = """
+import sys, warnings
+sys.path.insert(0, {tests!r})
+from test_transformers import small_model, text, use_flash_qla
+model = small_model()
+with warnings.catch_warnings():
+    warnings.simplefilter("error", UserWarning)  # and it would end the comparison
+    use_flash_qla(model)
+print("switched")
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    model(text(5), use_cache=False)
+print(sum("slow path" in str(x.message) for x in said))
+"""
+
+
+def test_the_comparison_does_not_say_that_the_cpu_is_slow():
+    """The first call on the CPU says it."""
+    lines = run_python(SLOW_PATH.format(tests=str(Path(__file__).parent)), FLASH_QLA_QUIET="").splitlines()
+    assert lines[-2:] == ["switched", "1"]
+
+
 @torch.no_grad()
 def test_torch_compile(calls):
     """A compiled layer notices both switches. (Numbers are close, not equal: torch's matrix products may round

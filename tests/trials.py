@@ -768,7 +768,8 @@ def check_trial(trial: Trial, device: str, spoil, batches: int) -> dict[str, flo
         for name, x in first.items():
             assert torch.equal(bits(x), bits(third[name])), f"calls that failed changed {name}"
         del third
-    carried = max((x.norm(dim=(-2, -1)).max().item() for x in call.expected.get("carried", ()) if x.numel()), default=0)
+    norms = [x.norm(dim=(-2, -1)).max().item() if x.numel() else 0 for x in call.expected.get("carried", ())]
+    carried = {"dg": math.prod(norms[:2])}  # of the first state and the gradient of the last
     bars: dict[str, Bars] = {}
     for name, x in first.items():
         tensor = name_of_tensor(name)
@@ -791,7 +792,9 @@ def check_trial(trial: Trial, device: str, spoil, batches: int) -> dict[str, flo
         for name, x in first.items():
             tensor = name_of_tensor(name)
             if tensor in bars:
-                found[tensor] = max(found[tensor], bars[tensor].check(x, compute, segments, carried))
+                found[tensor] = max(
+                    found[tensor], bars[tensor].check(x, compute, segments, carried.get(tensor, max(norms, default=0)))
+                )
         return found
 
     ratios = errors()

@@ -8,9 +8,19 @@
 
 namespace flash_qla {
 
-void say_once_that_this_is_slow(const char* op) {
+namespace {
+
+std::atomic<bool>& slow_path_was_said() {
   static std::atomic<bool> said = is_switched_on("FLASH_QLA_QUIET");
-  if (!said.exchange(true)) {
+  return said;
+}
+
+}  // namespace
+
+bool exchange_slow_path_was_said(bool said) { return slow_path_was_said().exchange(said); }
+
+void say_once_that_this_is_slow(const char* op) {
+  if (!exchange_slow_path_was_said(true)) {
     warn(
         op,
         "flash_qla: the tensors are on the CPU, so the plain recurrence runs, which is the slow path. The fast kernels "

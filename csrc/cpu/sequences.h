@@ -20,6 +20,8 @@
 namespace flash_qla {
 
 void say_once_that_this_is_slow(const char* op);
+// Sets whether the line about the slow path was said, and returns whether it was.
+bool exchange_slow_path_was_said(bool said);
 
 // Run the passes into these outputs. A is computed if it is defined.
 void run_forward_cpu(const Call& call, const cpu::Checkpoints& checkpoints, const ForwardOutputs& out);

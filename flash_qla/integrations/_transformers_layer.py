@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 import flash_qla
+from flash_qla import _binary
 from flash_qla._layout import MOST_VALUE_DIM
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -131,7 +132,8 @@ def agrees(layer: torch.nn.Module, theirs: Callable) -> bool:
         weights = {f"layer.{name}": torch.randn(x.shape, **on_cpu) for name, x in layer.named_parameters()}
         weights = {name: x / max(x.shape[-1], 1) ** 0.5 if x.dim() > 1 else x for name, x in weights.items()}
         x = torch.randn(1, 5, layer.hidden_size, **on_cpu)
-        with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        off = torch.autocast("cpu", enabled=False)
+        with _binary.slow_path_is_meant(), torch.no_grad(), torch.device("cpu"), off:
             own, ours = (torch.func.functional_call(_Probe(layer, f), weights, (x,)) for f in (theirs, forward))
     except Exception:  # of any kind: the layer has other parts or arguments, or needs a GPU
         return False
