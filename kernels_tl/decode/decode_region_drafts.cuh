@@ -40,6 +40,7 @@ struct alignas(16) DraftShared {
   Element z[kDecodeTokens][kRows];
   Element x_keys[kDecodeTokens][2 * K], x_values[kDecodeTokens][kRows];  // after the convolution
   uint16_t window[2 * K + kRows][kConvTaps];          // the rows before the tokens, of q, k and value rows
+  float norm_weight[kRows];                           // of the value rows
   DecodeStates::Places<State> places[kDecodeTokens];  // of states after tokens, in slots or kept
   float q_factors[kDecodeTokens], k_factors[kDecodeTokens], qk[kDecodeTokens];
   int before[kDecodeTokens][kConvTaps - 1];  // the rows before a token, see row_before
@@ -65,7 +66,11 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
 
   __device__ __forceinline__ void run() const {
     const int n = share.n, in_sequence = plan.count(n), count = min(in_sequence, kDecodeTokens);
-    const int64_t begin = plan.begin(n), slot = count > 0 ? plan.first_slots(n) : kNoState;
+    const int64_t begin = plan.begin(n);
+    fetch_tokens(begin, count);
+    // Loads of the tables are in flight together.
+    const WindowColumns columns(plan.first_slots, n, windows.pool.columns);
+    const int64_t window_slot = first_window_slot(), slot = count > 0 ? plan.first_slots(n) : kNoState;
     if (threadIdx.x == 0) {
       expect_sent(&shared.sent, slot == kNoState ? 0 : count * Cta::bytes_of_o());
     }
@@ -75,19 +80,20 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
       clear(begin + in_sequence, plan.tokens);
     }
     if (slot == kNoState) {
+      wait_for_copies<0>();
       wait_for_cluster();
       return;
     }
-    fetch_tokens(begin, count);
     fetch(slot, 0);
     const Gates gates = load_gates(begin, count, head_of(0));
-    const WindowColumns columns(plan.first_slots, n, windows.pool.columns);
-    const int64_t window_slot = first_window_slot();
+    const Channels channels = load_channels(columns, window_slot);
     list_tokens(count, slot);
-    load_windows(columns, window_slot);
+    load_norm_weight();
+    set_windows(channels);
     wait_for_copies<1>();  // the tokens'
     __syncthreads();
-    convolve(count, columns, window_slot);
+    convolve(count, channels);
+    write_windows(count, columns, window_slot);
     __syncthreads();
     prepare_keys(count);
     __syncthreads();
@@ -97,6 +103,7 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
     wait_for_sent(&shared.sent);
     write_y(begin, count);
     wait_for_cluster();  // all have read the windows
+#pragma unroll 1
     for (int i = share.rank * kDecodeThreads + threadIdx.x; has_windows() && i < keys();
          i += share.ctas * kDecodeThreads) {
       write_window(count, columns, window_slot, i);
@@ -113,23 +120,30 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
   __device__ __forceinline__ bool has_windows() const { return filter.weight != nullptr; }
   // The CTA's value rows, in its arrays.
   __device__ __forceinline__ int own_rows() const { return max(end_row() - share.first_row(), 0); }
+  // Whether the thread has a value row of its own: that of its number.
+  __device__ __forceinline__ bool has_row() const {
+    static_assert(kRows <= kDecodeThreads);
+    return static_cast<int>(threadIdx.x) < own_rows();
+  }
 
   __device__ __forceinline__ void clear(int64_t begin, int64_t end) const {
+#pragma unroll 1
     for (int64_t t = begin; t < end; ++t) {
-      for (int row = share.first_row() + threadIdx.x; row < end_row(); row += kDecodeThreads) {
-        y[t * y_token + row] = from_float(Element(), 0.f);
+      if (has_row()) {
+        y[t * y_token + share.first_row() + threadIdx.x] = from_float(Element(), 0.f);
       }
     }
   }
 
-  // Starts asynchronous copies of the tokens' rows. Neighbouring threads have a token's pieces of 16 bytes.
+  // Starts asynchronous copies of the tokens' rows. Neighbouring threads have a token's pieces of 16 bytes, one each.
   __device__ __forceinline__ void fetch_tokens(int64_t begin, int count) const {
     constexpr int kPiece = 16 / sizeof(Element), kThreads = kDecodeThreads / kDecodeTokens;
-    const int t = threadIdx.x / kThreads;
+    static_assert(K <= kThreads * kPiece && kRows <= kThreads * kPiece);
+    const int t = threadIdx.x / kThreads, i = threadIdx.x % kThreads * kPiece;
     const auto fetch_row = [&](Element* to, const RegionRows& rows, int first, int channels) {
       const Element* const from =
           static_cast<const Element*>(rows.data) + (begin + t) * rows.token + share.hk * rows.head + first;
-      for (int i = threadIdx.x % kThreads * kPiece; t < count && i < channels; i += kThreads * kPiece) {
+      if (t < count && i < channels) {
         copy_async(reinterpret_cast<uint4*>(to + i), from + i, true);
       }
     };
@@ -178,6 +192,12 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
 
   // The convolution. A thread has the same channels in every function: of q and k, then the CTA's value rows,
   // kDecodeThreads apart.
+  static constexpr int kThreadChannels = (2 * K + kRows + kDecodeThreads - 1) / kDecodeThreads;
+  // What a thread's channels need of memory, as it is there, so that all loads are in flight at once.
+  struct Channels {
+    uint16_t rows[kThreadChannels][kConvTaps - 1] = {}, bias[kThreadChannels] = {};
+    uint2 taps[kThreadChannels] = {};
+  };
   __device__ __forceinline__ int number_of(int channel) const {
     return channel < keys() ? Cta::number_of_key(channel) : Cta::number_of_row(share.first_row() + channel - keys());
   }
@@ -193,66 +213,94 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
   }
   template <typename Use>
   __device__ __forceinline__ void for_channels(Use use) const {
-    for (int channel = threadIdx.x; channel < keys() + own_rows(); channel += kDecodeThreads) {
-      use(channel);
+#pragma unroll
+    for (int i = 0; i < kThreadChannels; ++i) {
+      if (const int channel = i * kDecodeThreads + threadIdx.x; channel < keys() + own_rows()) {
+        use(i, channel);
+      }
     }
   }
 
-  __device__ __forceinline__ void load_windows(const WindowColumns& columns, int64_t window_slot) const {
+  __device__ __forceinline__ Channels load_channels(const WindowColumns& columns, int64_t window_slot) const {
+    Channels all;
     if (!has_windows()) {
-      return;
+      return all;
     }
-    for_channels([&](int channel) {
-      uint16_t rows[kConvTaps - 1] = {};
+    for_channels([&](int i, int channel) {
+      const int number = number_of(channel);
       if (window_slot != kNoState) {
-        const uint16_t* const from = column_of(window_slot, number_of(channel)) + columns.first * windows.pool.column;
+        const uint16_t* const from = column_of(window_slot, number) + columns.first * windows.pool.column;
 #pragma unroll
         for (int w = 0; w < kConvTaps - 1; ++w) {
-          rows[w] = from[w * windows.pool.column];
+          all.rows[i][w] = from[w * windows.pool.column];
         }
       }
+      all.taps[i] = filter.taps_of(number);
+      all.bias[i] = filter.bias_of(number);
+    });
+    return all;
+  }
+  __device__ __forceinline__ void set_windows(const Channels& all) const {
+    for_channels([&](int i, int channel) {
 #pragma unroll
       for (int w = 0; w < kConvTaps - 1; ++w) {
-        window_of(channel)[w] = rows[w];
+        window_of(channel)[w] = all.rows[i][w];
       }
     });
+  }
+  __device__ __forceinline__ void load_norm_weight() const {
+    if (has_row()) {
+      const int row = share.first_row() + threadIdx.x, channel = row - Cta::head_of_row(row) * sizes.V;
+      shared.norm_weight[threadIdx.x] =
+          from_bits(load_bits(norm.weight, norm.weight_dtype, 0, channel), norm.weight_dtype, 0);
+    }
   }
   // Column 0 of a channel.
   __device__ __forceinline__ uint16_t* column_of(int64_t slot, int number) const {
     return static_cast<uint16_t*>(windows.pool.pool) + slot * windows.pool.slot + number * windows.pool.channel;
   }
 
-  // Also writes the windows that no other CTA reads: those of v, and the kept ones.
-  __device__ __forceinline__ void convolve(int count, const WindowColumns& columns, int64_t window_slot) const {
-    for_channels([&](int channel) {
-      const bool is_key = channel < keys();
-      Element* const x = is_key ? &shared.x_keys[0][channel] : &shared.x_values[0][channel - keys()];
-      const int next = is_key ? 2 * K : kRows;
-      if (!has_windows()) {
-        for (int t = 0; t < count; ++t) {
-          reinterpret_cast<uint16_t&>(x[t * next]) = mixed(t, channel);
-        }
-        return;
+  __device__ __forceinline__ Element& x(int t, int channel) const {
+    return channel < keys() ? shared.x_keys[t][channel] : shared.x_values[t][channel - keys()];
+  }
+  __device__ __forceinline__ void convolve(int count, const Channels& all) const {
+#pragma unroll 1
+    for (int t = 0; t < count; ++t) {
+      int before[kConvTaps - 1];
+#pragma unroll
+      for (int w = 0; w < kConvTaps - 1; ++w) {
+        before[w] = shared.before[t][w];
       }
-      const int number = number_of(channel);
-      const uint2 taps = filter.taps_of(number);
-      const uint16_t bias = filter.bias_of(number);
-      for (int t = 0; t < count; ++t) {
+      for_channels([&](int i, int channel) {
         uint16_t rows[kConvTaps];
+        rows[kConvTaps - 1] = mixed(t, channel);
+        if (!has_windows()) {
+          reinterpret_cast<uint16_t&>(x(t, channel)) = rows[kConvTaps - 1];
+          return;
+        }
 #pragma unroll
         for (int w = 0; w < kConvTaps - 1; ++w) {
-          rows[w] = row_of_channel(shared.before[t][w], channel);
+          rows[w] = row_of_channel(before[w], channel);
         }
-        rows[kConvTaps - 1] = mixed(t, channel);
-        x[t * next] = convolve_channel<Element>(rows, taps, bias);
-      }
+        x(t, channel) = convolve_channel<Element>(rows, all.taps[i], all.bias[i]);
+      });
+    }
+  }
+  // Writes the windows that no other CTA reads: those of v, and the kept ones.
+  __device__ __forceinline__ void write_windows(int count, const WindowColumns& columns, int64_t window_slot) const {
+    if (!has_windows()) {
+      return;
+    }
+#pragma unroll 1
+    for (int channel = threadIdx.x; channel < keys() + own_rows(); channel += kDecodeThreads) {
+      const bool is_key = channel < keys();
       if (!is_key) {
         write_window(count, columns, window_slot, channel);
       }
       if (!is_key || channel / kDecodeThreads % share.ctas == share.rank) {
-        keep_windows(count, channel, number);
+        keep_windows(count, channel, number_of(channel));
       }
-    });
+    }
   }
   // Writes a channel's window after the last token.
   __device__ __forceinline__ void write_window(int count, const WindowColumns& columns, int64_t slot,
@@ -263,10 +311,12 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
     uint16_t* const to = column_of(slot, number_of(channel));
     const int in_pool = windows.pool.columns, last = count - 1;
     if (columns.is_of_drafts) {
+#pragma unroll 1
       for (int i = 0; i < min(count + kConvTaps - 2, in_pool); ++i) {
         to[i * windows.pool.column] = row_of_channel(i - (kConvTaps - 2), channel);
       }
     } else {
+#pragma unroll 1
       for (int i = 0; i < in_pool; ++i) {  // W - 1 or W columns
         const int w = i + kConvTaps - in_pool;
         const int row = w == kConvTaps - 1 ? last : shared.before[last][w];
@@ -280,6 +330,7 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
     if (row < 0 || row >= windows.rows) {
       return;
     }
+#pragma unroll 1
     for (int t = 0; t < min(count, windows.steps); ++t) {
       uint16_t* const to = windows.kept_at(row, t, number);
 #pragma unroll
@@ -383,9 +434,7 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
       const int t = i / parts, row = first_row + i % parts * kWarp;
       Cta::normalize(shared.o[t], row, [&](int own, float o, float rstd) {
         const float z = to_float(shared.z[t][own - first_row]);
-        const int channel = own - Cta::head_of_row(own) * sizes.V;
-        const float weight = from_bits(load_bits(norm.weight, norm.weight_dtype, 0, channel), norm.weight_dtype, 0);
-        const float after = weight * norm.gate(z, GatedNorm::power(z));
+        const float after = shared.norm_weight[own - first_row] * norm.gate(z, GatedNorm::power(z));
         y[(begin + t) * y_token + own] = from_float(Element(), o * (rstd * after));
       });
     }

@@ -69,7 +69,7 @@ def decode_region_drafts(dtype, K, state_dtype):
     rows = 2 * K + tile.rows
     shared_bytes = region_tile.TURN_ROWS * K * BYTES[state_dtype]
     shared_bytes += DECODE_TOKENS * (4 * tile.values + 2 * (2 * rows + tile.rows) + 16 + 4 * 3 + 4 * (TAPS - 1))
-    shared_bytes += 2 * rows * TAPS + 16
+    shared_bytes += 2 * rows * TAPS + 4 * tile.rows + 16
     constants = f"{element}, {state_element}, {K}, {tile.values}, {tile.rows}, {shared_bytes}"
 
     @T.prim_func
