@@ -14,7 +14,7 @@ from test_transformers import example, gated_delta_nets, small_model, text  # no
 from flash_qla.integrations.transformers import recurrent_gated_delta_rule, use_flash_qla  # noqa: E402
 
 NEW = 12  # tokens
-DECODING = "decode_gated_delta_rule"
+DECODING, BY_PARTS = "decode_gated_delta_net", "decode_gated_delta_rule"
 QWEN4_EXP = {
     **example.SIZES,
     **example.EXPERTS,
@@ -46,8 +46,8 @@ def generate(model, tokens, **options):
         return model.generate(tokens, **options)
 
 
-def check(model, tokens, decodes=True, **options):
-    """The same tokens; if the layers decode, then each linear layer in each step after the prefill."""
+def check(model, tokens, decodes=DECODING, **options):
+    """The same tokens; if the layers decode, then each linear layer by this op in each step after the prefill."""
     torch.manual_seed(3)
     expected = generate(model, tokens, **options)
     with use_flash_qla(model), Ran() as ran:
@@ -56,7 +56,7 @@ def check(model, tokens, decodes=True, **options):
     assert torch.equal(found, expected)
     if decodes:
         steps = found.shape[1] - tokens.shape[1] - 1
-        assert ran.ops.count(DECODING) == steps * len(gated_delta_nets(model))
+        assert ran.ops.count(decodes) == steps * len(gated_delta_nets(model))
     return found
 
 
@@ -88,7 +88,36 @@ def test_sampling(name):
 
 @all_models
 def test_beams(name):
-    check(small_model(name), text(20), num_beams=3, decodes=False)
+    check(small_model(name), text(20), num_beams=3, decodes=None)
+
+
+@all_models
+def test_a_hook_on_a_part(name):
+    """The layer's own forward then calls flash_qla's functions, on states that have their values first in memory."""
+    model = small_model(name)
+    (layer,) = gated_delta_nets(model)
+    norm = getattr(layer, "norm", None) or layer.o_norm
+    norm.register_forward_hook(lambda module, inputs, output: 0.5 * output)
+    check(model, text(20), decodes=BY_PARTS)
+
+
+def test_a_cache_that_is_reset():
+    """As a static cache between two texts: the same addresses, and no state."""
+    model = small_model()
+    with torch.no_grad(), use_flash_qla(model):
+        out, _ = example.prefill(model, text(20))
+        cache = example.cache_of(model, out)
+        if not hasattr(cache, "layers"):
+            pytest.skip(f"transformers {transformers.__version__} has another cache")
+        (layer,) = gated_delta_nets(model)
+        hidden = torch.randn(1, 1, layer.hidden_size)
+        argument = "cache" if "cache" in inspect.signature(layer.forward).parameters else "cache_params"
+        with Ran() as ran:
+            layer(hidden, **{argument: cache})
+            cache.reset()
+            again = layer(hidden, **{argument: cache})
+        assert ran.ops.count(DECODING) == 1 and ran.ops[-2] == "chunk_gated_delta_rule"
+        torch.testing.assert_close(again, layer(hidden))
 
 
 @all_models
@@ -130,9 +159,9 @@ def test_one_token_with_gradients():
     with Ran() as ran:
         o, final_state = recurrent_gated_delta_rule(q, k, v, **arguments, position_ids=None)
         gradients = torch.autograd.grad(o.sum() + final_state.sum(), (v, state))
-    assert DECODING not in ran.ops and all(x.any() for x in gradients)
+    assert BY_PARTS not in ran.ops and all(x.any() for x in gradients)
     with torch.no_grad(), Ran() as ran:
         without, states = recurrent_gated_delta_rule(q, k, v, **arguments)
-    assert ran.ops == [DECODING]
+    assert ran.ops == [BY_PARTS]
     torch.testing.assert_close(without, o)
     torch.testing.assert_close(states, final_state)

@@ -280,7 +280,8 @@ def test_prefill_in_two_pieces_starts_from_the_first_ones_state(name, calls):
     first = model(tokens[:, :70], use_cache=True)
     second = example.continued(model, example.cache_of(model, first), tokens[:, 70:])
     assert calls[0]["initial_state"] is None
-    assert calls[1]["initial_state"].shape == (1, 4, calls[1]["k"].shape[-1], calls[1]["v"].shape[-1])
+    assert calls[1]["initial_state"].shape == (1, 4, calls[1]["v"].shape[-1], calls[1]["k"].shape[-1])
+    assert calls[1]["state_v_first"]
     whole = model(tokens, use_cache=True)
     assert example.relative_error(second.logits, whole.logits[:, 70:]) < FP32_TOLERANCE
     states = [example.recurrent_states(example.cache_of(model, out)) for out in (second, whole)]

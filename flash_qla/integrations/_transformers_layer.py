@@ -1,7 +1,8 @@
-"""A Gated DeltaNet layer of transformers without a cache, as in training: one op between its projections.
+"""A Gated DeltaNet layer of transformers as one op between its projections: flash_qla.gated_delta_net without a cache,
+as in training, and flash_qla.decode_gated_delta_net for one token with a cache, on the cache's window and state.
 
-The op, flash_qla.gated_delta_net, keeps less for the backward than its parts: not the convolution's result. A call runs
-the layer's own forward, with flash_qla's functions in it, if it has a cache, or if a part is not the one that the op
+gated_delta_net keeps less for the backward than its parts: not the convolution's result. Other calls, as a prefill, run
+the layer's own forward, with flash_qla's functions in it; so does each call if a part is not the one that the op
 computes: one with a hook, an adapter or another formula.
 """
 
@@ -41,21 +42,54 @@ def projections(layer: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, 
     return None
 
 
-def forward(layer: torch.nn.Module, hidden_states, attention_mask=None, cu_seq_lens_q=None, max_length_q=None):
-    """The layer's forward without a cache."""
+def states_of(layer: torch.nn.Module, cache: object) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The layer's window, [B, D, W], and its state, [B, H_v, V, K], in a cache. None without them, or if the state has
+    its keys first in memory, as after a reordering of beams."""
+    layers, index = getattr(cache, "layers", ()), getattr(layer, "layer_idx", None)
+    of_layer = layers[index] if index is not None and index < len(layers) else None
+    names = ("conv_states", "recurrent_states", "has_previous_state")
+    if not all(isinstance(getattr(of_layer, name, None), dict) for name in names) or of_layer.record_past:
+        return None
+    window, state, has_previous = (getattr(of_layer, name).get(0) for name in names)
+    if not has_previous or state is None or window is None or window.shape[-1] != layer.conv1d.kernel_size[0]:
+        return None
+    return (window, state.mT) if state.dim() == 4 and state.mT.is_contiguous() else None
+
+
+@functools.cache
+def _numbers(count: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(count, dtype=torch.int32, device=device)
+
+
+def slots_of(x: torch.Tensor) -> torch.Tensor:
+    """A slot for each row of a batch. In eager mode the same tensor each time, because a kernel would make it."""
+    is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or is_captured:
+        return torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    return _numbers(x.shape[0], x.device)
+
+
+def forward(
+    layer: torch.nn.Module, hidden_states, attention_mask=None, cu_seq_lens_q=None, max_length_q=None, states=None
+):
+    """The layer's forward without a cache or, with `states` of states_of, of one token."""
     norm, conv = norm_of(layer), layer.conv1d
     # FSDP and others make classes from a layer's, in modules of their own.
     modules = (sys.modules.get(x.__module__) for x in type(layer).__mro__)
     apply_mask = next(x.apply_mask_to_padding_states for x in modules if hasattr(x, "apply_mask_to_padding_states"))
     mixed, z, b, a = projections(layer, apply_mask(hidden_states, attention_mask))
     V, K = norm.weight.shape[0], layer.head_k_dim
-    y, _, _ = flash_qla.gated_delta_net(
-        mixed, z.reshape(*z.shape[:2], -1, V), a, b, conv.weight, conv.bias, norm.weight, layer.A_log, layer.dt_bias,
-        num_k_heads=(mixed.shape[2] - a.shape[2] * V) // (2 * K), head_k_dim=K, cu_seqlens=cu_seq_lens_q,
-        max_seqlen=max_length_q if isinstance(max_length_q, int) else None,
-        allow_neg_eigval=getattr(layer, "allow_neg_eigval", False), norm_eps=norm.variance_epsilon,
-        norm_activation=norm.activation,
-    )  # fmt: skip
+    tensors = (mixed, z.reshape(*z.shape[:2], -1, V), a, b, conv.weight, conv.bias, norm.weight)
+    tensors += (layer.A_log, layer.dt_bias)
+    options = {"norm_eps": norm.variance_epsilon, "norm_activation": norm.activation}
+    options["allow_neg_eigval"] = getattr(layer, "allow_neg_eigval", False)
+    if states is not None:
+        y = flash_qla.decode_gated_delta_net(*tensors, *states, slots_of(mixed), **options)
+    else:
+        options |= {"num_k_heads": (mixed.shape[2] - a.shape[2] * V) // (2 * K), "head_k_dim": K}
+        max_seqlen = max_length_q if isinstance(max_length_q, int) else None
+        y, _, _ = flash_qla.gated_delta_net(*tensors, **options, cu_seqlens=cu_seq_lens_q, max_seqlen=max_seqlen)
     out = layer.out_proj if hasattr(layer, "out_proj") else layer.o_proj
     return out(y.flatten(2))
 
@@ -89,7 +123,8 @@ def why_not(layer: torch.nn.Module, x: torch.Tensor, is_known_norm: Callable) ->
 def _say(name: str, reason: str | None) -> None:
     """One line per process and text."""
     text = "as one op" if reason is None else f"by parts: {reason}"
-    logging.getLogger("transformers.flash_qla").info("flash_qla runs %s without a cache %s", name, text)
+    where = "without a cache, or for one token,"
+    logging.getLogger("transformers.flash_qla").info("flash_qla runs %s %s %s", name, where, text)
 
 
 def with_region(theirs: Callable, is_known_norm: Callable, keywords: frozenset[str]) -> Callable:
@@ -102,12 +137,16 @@ def with_region(theirs: Callable, is_known_norm: Callable, keywords: frozenset[s
         given = dict(zip((cache, mask), args, strict=False)) | kwargs
         others = given.keys() & (keywords | {"seq_idx"}) - {*_FLAGS}
         is_packed = given.get("cu_seq_lens_q") is not None
-        if given.get(cache) is None and (is_packed or not others) and others <= {"seq_idx"}:
+        has_cache, states = given.get(cache) is not None, None
+        if has_cache and hidden_states.shape[1] == 1 and not is_packed and not torch.is_grad_enabled():
+            states = states_of(self, given[cache])
+        if (not has_cache or states) and (is_packed or not others) and others <= {"seq_idx"}:
             reason = why_not(self, hidden_states, is_known_norm)
             if not torch.compiler.is_compiling():
                 _say(type(self).__name__, reason)
             if reason is None:
-                return forward(self, hidden_states, given.get(mask), **{x: given[x] for x in _FLAGS if x in given})
+                flags = {x: given[x] for x in _FLAGS if x in given}
+                return forward(self, hidden_states, given.get(mask), **flags, states=states)
         return theirs(self, hidden_states, *args, **kwargs)
 
     return of_layer

@@ -15,9 +15,10 @@ keep what they use. A call without a cache, as in training, runs flash_qla.gated
 an adapter, a norm with another formula), and in a prefill, the parts run one by one:
 flash_qla.chunk_gated_delta_rule, flash_qla.causal_conv1d, unless something else has replaced the function in
 the model's module, and flash_qla.gated_rms_norm, if it computes the same as the layer's and nothing else has
-replaced its forward. A line of the log "transformers.flash_qla" says which, and why. Decoding one token at a time runs
-flash_qla.decode_gated_delta_rule on the cache's states, or chunk_gated_delta_rule where a gradient is
-requested. Gradients and gradient checkpointing work as with the model's own functions.
+replaced its forward. A line of the log "transformers.flash_qla" says which, and why. Decoding one token at a time, with
+a dynamic or a static cache, runs flash_qla.decode_gated_delta_net on the cache's windows and states where such a call
+is one op without a cache, and flash_qla.decode_gated_delta_rule elsewhere, or chunk_gated_delta_rule where a gradient
+is requested. Gradients and gradient checkpointing work as with the model's own functions.
 
 Packed sequences need cu_seq_lens_q. position_ids that restart are not enough, because transformers does
 not pass them on to these layers: each sequence would start from the state of the one before. An int as
@@ -104,10 +105,23 @@ def chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
     max_length = kwargs.get("max_length_q")
     known = {"max_seqlen": max_length} if isinstance(max_length, int) else {}
     known |= {name: value for name, value in kwargs.items() if name in _KEYWORDS}
+    values_first = _values_first(known)
     mixed_qkv = _whole_of(query, key, value) if known.keys() <= _PACKED_KEYWORDS else None
     if mixed_qkv is None:
-        return flash_qla.chunk_gated_delta_rule(query, key, value, g, beta, **known)
-    return flash_qla.chunk_gated_delta_rule_packed(mixed_qkv, g, beta, *query.shape[2:], **known)
+        o, state = flash_qla.chunk_gated_delta_rule(query, key, value, g, beta, **known | values_first)
+    else:
+        o, state = flash_qla.chunk_gated_delta_rule_packed(mixed_qkv, g, beta, *query.shape[2:], **known | values_first)
+    return o, state.mT if values_first and state is not None else state
+
+
+def _values_first(known: dict) -> dict:
+    """Arguments by which states have their values first in memory, as decode_gated_delta_net takes them, unless the
+    initial state has its keys first. The layer sees [N, H_v, K, V]; a cache keeps strides."""
+    initial = known.get("initial_state")
+    if initial is None:
+        return {"state_v_first": True} if known.get("output_final_state") else {}
+    is_there = initial.dim() == 4 and initial.mT.is_contiguous()
+    return {"state_v_first": True, "initial_state": initial.mT} if is_there else {}
 
 
 def _whole_of(query, key, value) -> torch.Tensor | None:
@@ -142,7 +156,9 @@ def recurrent_gated_delta_rule(query, key, value, g, beta, **kwargs):
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return chunk_gated_delta_rule(query, key, value, g, beta, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name in _RECURRENT_KEYWORDS}
-    return fla.fused_recurrent_gated_delta_rule(query, key, value, g, beta=beta, **kwargs)
+    values_first = _values_first(kwargs)
+    o, state = fla.fused_recurrent_gated_delta_rule(query, key, value, g, beta=beta, **kwargs | values_first)
+    return o, state.mT if values_first and state is not None else state
 
 
 def causal_conv1d(own, hidden_states, weight, bias=None, activation=None, **kwargs):
