@@ -92,6 +92,9 @@ CALLS = {
     "decoding, bf16 states": decoding("decode", "vllm/sglang attn_gym", state_dtype="bf16"),
     "decoding without a pool": decoding("plain", "fla"),
     "decoding four tokens": decoding("drafts", "vllm/sglang"),
+    "decoding a layer's token": Call(
+        "decode_region", {"package": "flash_qla", "function": "region"}, {"FLA": {"package": "fla"}}, "us", "floor"
+    ),
     "prefill on a pool": prefill("pool", {"the op between copies": "gathered"}),
     "prefill with checkpoints": prefill("checkpoints", {"without them": "pool"}),
     "prefill, `batch_invariant`": prefill("invariant", {"without it": "pool"}),
@@ -108,6 +111,7 @@ SPEED_CELLS = {
     "backward": "16x32 4096x8",
     "training step": "16x32 4096x8",
     "decoding, fp32 states": "16x32 1, 16x32 64",
+    "decoding a layer's token": "16x32 1, 16x32 64",
 }
 OF_CALLS = [name for name in CALLS if CALLS[name].section != "generation"]
 OVERVIEW = [
