@@ -1,8 +1,8 @@
-"""A Gated DeltaNet layer of transformers as one op between its projections: flash_qla.gated_delta_net without a cache,
-as in training, and flash_qla.decode_gated_delta_net for one token with a cache, on the cache's window and state.
+"""A Gated DeltaNet layer of transformers as one op between its projections: flash_qla.gated_delta_net in training and
+prefill, and flash_qla.decode_gated_delta_net for one token, on the cache's window and state.
 
-gated_delta_net keeps less for the backward than its parts: not the convolution's result. Other calls, as a prefill, run
-the layer's own forward, with flash_qla's functions in it; so does each call if a part is not the one that the op
+gated_delta_net keeps less for the backward than its parts: not the convolution's result. The layer's own forward, with
+flash_qla's functions in it, runs several tokens after a cache's, and each call if a part is not the one that the op
 computes: one with a hook, an adapter or another formula.
 """
 
@@ -42,18 +42,21 @@ def projections(layer: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, 
     return None
 
 
-def states_of(layer: torch.nn.Module, cache: object) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The layer's window, [B, D, W], and its state, [B, H_v, V, K], in a cache. None without them, or if the state has
-    its keys first in memory, as after a reordering of beams."""
-    layers, index = getattr(cache, "layers", ()), getattr(layer, "layer_idx", None)
-    of_layer = layers[index] if index is not None and index < len(layers) else None
+def of_cache(layer: torch.nn.Module, cache: object) -> object | None:
+    """The layer's part of a cache, or None if it is of an unknown kind or keeps what a rollback needs."""
+    parts, index = getattr(cache, "layers", ()), getattr(layer, "layer_idx", None)
+    part = parts[index] if index is not None and index < len(parts) else None
     names = ("conv_states", "recurrent_states", "has_previous_state")
-    if not all(isinstance(getattr(of_layer, name, None), dict) for name in names) or of_layer.record_past:
-        return None
-    window, state, has_previous = (getattr(of_layer, name).get(0) for name in names)
-    if not has_previous or state is None or window is None or window.shape[-1] != layer.conv1d.kernel_size[0]:
-        return None
-    return (window, state.mT) if state.dim() == 4 and state.mT.is_contiguous() else None
+    is_known = all(isinstance(getattr(part, name, None), dict) for name in names)
+    return part if is_known and not getattr(part, "record_past", False) else None
+
+
+def states_of(part: object, width: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The window, [B, D, W], and the state, [B, H_v, V, K], of a layer's part of a cache. None if the state has its
+    keys first in memory, as after a reordering of beams, or if the window has another width."""
+    window, state = part.conv_states[0], part.recurrent_states[0]
+    is_known = window is not None and state is not None and window.shape[-1] == width and state.dim() == 4
+    return (window, state.mT) if is_known and state.mT.is_contiguous() else None
 
 
 @functools.cache
@@ -71,9 +74,11 @@ def slots_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def forward(
-    layer: torch.nn.Module, hidden_states, attention_mask=None, cu_seq_lens_q=None, max_length_q=None, states=None
-):
-    """The layer's forward without a cache or, with `states` of states_of, of one token."""
+    layer: torch.nn.Module, hidden_states, attention_mask=None, cu_seq_lens_q=None, max_length_q=None, cache=None,
+    states=None,
+):  # fmt: skip
+    """The layer's forward without a previous state, for an empty `cache` or none; with `states` of states_of that of
+    one token."""
     norm, conv = norm_of(layer), layer.conv1d
     # FSDP and others make classes from a layer's, in modules of their own.
     modules = (sys.modules.get(x.__module__) for x in type(layer).__mro__)
@@ -88,8 +93,12 @@ def forward(
         y = flash_qla.decode_gated_delta_net(*tensors, *states, slots_of(mixed), **options)
     else:
         options |= {"num_k_heads": (mixed.shape[2] - a.shape[2] * V) // (2 * K), "head_k_dim": K}
+        options |= {"output_final_state": cache is not None, "state_v_first": True}
         max_seqlen = max_length_q if isinstance(max_length_q, int) else None
-        y, _, _ = flash_qla.gated_delta_net(*tensors, **options, cu_seqlens=cu_seq_lens_q, max_seqlen=max_seqlen)
+        y, state, _ = flash_qla.gated_delta_net(*tensors, **options, cu_seqlens=cu_seq_lens_q, max_seqlen=max_seqlen)
+        if cache is not None:  # which keeps the strides of states
+            cache.update_conv_state(mixed.mT, layer.layer_idx, conv_kernel_size=conv.kernel_size[0])
+            cache.update_recurrent_state(state.mT, layer.layer_idx)
     out = layer.out_proj if hasattr(layer, "out_proj") else layer.o_proj
     return out(y.flatten(2))
 
@@ -123,8 +132,7 @@ def why_not(layer: torch.nn.Module, x: torch.Tensor, is_known_norm: Callable) ->
 def _say(name: str, reason: str | None) -> None:
     """One line per process and text."""
     text = "as one op" if reason is None else f"by parts: {reason}"
-    where = "without a cache, or for one token,"
-    logging.getLogger("transformers.flash_qla").info("flash_qla runs %s %s %s", name, where, text)
+    logging.getLogger("transformers.flash_qla").info("flash_qla runs %s %s", name, text)
 
 
 def with_region(theirs: Callable, is_known_norm: Callable, keywords: frozenset[str]) -> Callable:
@@ -137,16 +145,21 @@ def with_region(theirs: Callable, is_known_norm: Callable, keywords: frozenset[s
         given = dict(zip((cache, mask), args, strict=False)) | kwargs
         others = given.keys() & (keywords | {"seq_idx"}) - {*_FLAGS}
         is_packed = given.get("cu_seq_lens_q") is not None
-        has_cache, states = given.get(cache) is not None, None
-        if has_cache and hidden_states.shape[1] == 1 and not is_packed and not torch.is_grad_enabled():
-            states = states_of(self, given[cache])
-        if (not has_cache or states) and (is_packed or not others) and others <= {"seq_idx"}:
+        cached, states = given.get(cache), None
+        runs = cached is None
+        part = None if runs or is_packed else of_cache(self, cached)
+        if part is not None and not part.has_previous_state.get(0):
+            runs = True
+        elif part is not None and hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
+            states = states_of(part, self.conv1d.kernel_size[0])
+            runs = states is not None
+        if runs and (is_packed or not others) and others <= {"seq_idx"}:
             reason = why_not(self, hidden_states, is_known_norm)
             if not torch.compiler.is_compiling():
                 _say(type(self).__name__, reason)
             if reason is None:
                 flags = {x: given[x] for x in _FLAGS if x in given}
-                return forward(self, hidden_states, given.get(mask), **flags, states=states)
+                return forward(self, hidden_states, given.get(mask), **flags, cache=cached, states=states)
         return theirs(self, hidden_states, *args, **kwargs)
 
     return of_layer

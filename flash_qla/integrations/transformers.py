@@ -10,15 +10,15 @@
 
 Works for every model built on transformers' GatedDeltaNet layers (Qwen3-Next, Qwen3.5 and its MoE
 variants, OLMo-Hybrid, ...). Only the layers of the given model change, so other models in the process
-keep what they use. A call without a cache, as in training, runs flash_qla.gated_delta_net, from transformers
-5.15 on: convolution, gates, delta rule and norm as one op. Where a part of the layer is another one (a hook,
-an adapter, a norm with another formula), and in a prefill, the parts run one by one:
+keep what they use. Training and a prefill run flash_qla.gated_delta_net, from transformers 5.15 on:
+convolution, gates, delta rule and norm as one op. Where a part of the layer is another one (a hook,
+an adapter, a norm with another formula), and for several tokens after a cache's, the parts run one by one:
 flash_qla.chunk_gated_delta_rule, flash_qla.causal_conv1d, unless something else has replaced the function in
 the model's module, and flash_qla.gated_rms_norm, if it computes the same as the layer's and nothing else has
 replaced its forward. A line of the log "transformers.flash_qla" says which, and why. Decoding one token at a time, with
-a dynamic or a static cache, runs flash_qla.decode_gated_delta_net on the cache's windows and states where such a call
-is one op without a cache, and flash_qla.decode_gated_delta_rule elsewhere, or chunk_gated_delta_rule where a gradient
-is requested. Gradients and gradient checkpointing work as with the model's own functions.
+a dynamic or a static cache, runs flash_qla.decode_gated_delta_net on the cache's windows and states where the layer is
+one op, and flash_qla.decode_gated_delta_rule elsewhere, or chunk_gated_delta_rule where a gradient is requested.
+Gradients and gradient checkpointing work as with the model's own functions.
 
 Packed sequences need cu_seq_lens_q. position_ids that restart are not enough, because transformers does
 not pass them on to these layers: each sequence would start from the state of the one before. An int as
@@ -75,7 +75,7 @@ _RECORD = "_flash_qla_replaced"
 
 # Attribute of a class whose forward calls flash_qla: the class that it was made from.
 _ORIGINAL = "_flash_qla_original"
-# And whether its calls without a cache may run as one op.
+# And whether its calls may run as one op.
 _REGION = "_flash_qla_region"
 
 
@@ -378,7 +378,7 @@ def _restore_layer(name: str, layer: torch.nn.Module) -> None:
 def _switched_class(original: type, with_region: bool, /) -> type | None:  # a keyword would be another key of the cache
     """A subclass whose forward calls flash_qla, which passes for the class itself; None where its forward does not call
     _FUNCTION, and it is no norm. All layers of a class share it, and so torch.compile one compilation. with_region:
-    calls without a cache may run as one op."""
+    calls may run as one op."""
     forward = _forward_of_norm if _is_norm(original) else _with_flash_qla(original.forward)
     if forward is None:
         return None
