@@ -27,7 +27,6 @@ alignas(1024) char dynamic_shared[kSharedBytes];
 namespace {
 
 constexpr size_t kStackBytes = 256 << 10;
-constexpr int kMostThreads = 1024;
 
 constexpr int kMostCtas = 8;
 

@@ -21,7 +21,7 @@ int64_t last_call = 0;
 std::map<std::string, int64_t> last_of_kernel;
 const Kernel* kernel = nullptr;
 void** kernel_arguments = nullptr;
-bool thread_has_waited[1024], cta_has_triggered;
+bool thread_has_waited[kMostThreads], cta_has_triggered;
 
 void append(bool overlaps) {
   const Launch ahead = now;
@@ -68,7 +68,7 @@ void begin(const Kernel& which, bool overlaps, void** arguments) {
 }
 
 void begin_cta() {
-  std::fill_n(thread_has_waited, 1024, false);
+  std::fill_n(thread_has_waited, kMostThreads, false);
   cta_has_triggered = false;
 }
 

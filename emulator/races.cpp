@@ -91,8 +91,8 @@ struct Registers {
   uint32_t group;
   bool is_result;
 };
-std::vector<Registers> in_products[1024];
-Groups groups[2][1024];
+std::vector<Registers> in_products[kMostThreads];
+Groups groups[2][kMostThreads];
 Granule granules[kSharedBytes / kGranule];
 Times of_product;
 // Lanes of a warp may write the same bytes at once if they write the same value: `value` is that of the lane before.
@@ -292,7 +292,7 @@ void begin_cta(int count) {
   ++ctas;
   barriers.clear();
   for (auto& of_engine : groups) {
-    std::fill_n(of_engine, 1024, Groups());
+    std::fill_n(of_engine, kMostThreads, Groups());
   }
   for (auto& all : in_products) {
     all.clear();

@@ -25,8 +25,7 @@ namespace flash_qla {
 
 namespace {
 
-constexpr int64_t kConvTaps = 4;                               // of the kernel's convolution
-constexpr int64_t kTurnRows = kDecodeWarps * kDecodeWarpRows;  // value rows of a CTA at a time
+constexpr int64_t kConvTaps = 4;  // of the kernel's convolution
 
 int64_t values_of(const DecodeCall& rule) { return rule.group() * rule.V; }  // of a key head
 
@@ -44,14 +43,14 @@ struct Cluster {
 };
 
 // As many CTAs as a cluster may have if the SMs hold all of them at a time. Else half as many, because each CTA
-// computes q and k.
-Cluster cluster_of(const DecodeCall& rule, int64_t at_a_time) {
-  const int64_t turns = ceil_div(values_of(rule), kTurnRows), most = std::min<int64_t>(kRegionCtas, turns);
+// computes q and k. A CTA has turn_rows value rows at a time.
+Cluster cluster_of(const DecodeCall& rule, int64_t at_a_time, int64_t turn_rows) {
+  const int64_t turns = ceil_div(values_of(rule), turn_rows), most = std::min<int64_t>(kRegionCtas, turns);
   int64_t ctas = std::bit_floor(static_cast<uint64_t>(most));
   if (ctas > 1 && rule.N * rule.H_k * ctas > at_a_time) {
     ctas /= 2;
   }
-  return {.ctas = ctas, .rows = ceil_div(turns, ctas) * kTurnRows};
+  return {.ctas = ctas, .rows = ceil_div(turns, ctas) * turn_rows};
 }
 
 // mixed, z, a and b, in either form.
@@ -204,11 +203,11 @@ kernels::KeptWindows kept_windows_of(const std::optional<Tensor>& kept) {
           .window_steps = kept->size(1)};
 }
 
-// sm_ctas: the CTAs that an SM holds. Those of the first sequences prefetch.
-kernels::RegionGrid grid_of(const DecodeRegion& region, int64_t sm_ctas) {
+// Those of the first sequences prefetch.
+kernels::RegionGrid grid_of(const DecodeRegion& region, const auto& facts) {
   const DecodeCall& rule = region.rule();
-  const int64_t at_a_time = gpu_of(region.arguments().mixed).card.sm_count * sm_ctas;
-  const Cluster cluster = cluster_of(rule, at_a_time);
+  const int64_t at_a_time = gpu_of(region.arguments().mixed).card.sm_count * facts.ctas;
+  const Cluster cluster = cluster_of(rule, at_a_time, facts.turn_rows);
   const int64_t waves = has_dtype(rule.state_pool, ScalarType::Float) ? 1 : 2;
   return {.N = rule.N,
           .H_k = rule.H_k,
@@ -235,7 +234,7 @@ void launch_one_token(const DecodeRegion& region, const TokenTensors& tokens, co
                           .slot_stride = rule.state_pool.stride(0),
                           .state_dtype_code = dtype_code(rule.state_pool),
                           .y = y.mutable_data_ptr(),
-                          .grid = grid_of(region, kernels::facts_of(instance).ctas)},
+                          .grid = grid_of(region, kernels::facts_of(instance))},
                          instance, current_stream(y));
 }
 
@@ -261,7 +260,7 @@ void launch_drafts(const DecodeRegion& region, const TokenTensors& tokens, const
                                  .tokens = rule.tokens(),
                                  .length = rule.T,
                                  .update_state = rule.update_state,
-                                 .grid = grid_of(region, kernels::facts_of(instance).ctas)},
+                                 .grid = grid_of(region, kernels::facts_of(instance))},
                                 instance, current_stream(y));
 }
 

@@ -95,13 +95,15 @@ void send(float* to, float x, Mbarrier& barrier, int rank);
 
 inline void sync_warp() { meet(warp_meeting(), lanes_alive()); }
 
+constexpr int kMostThreads = 2048;  // of a cluster
+
 inline int lane() { return thread_index.x % 32; }
 
 // f(all), where all[i] is the `mine` of lane i, and anything if lane i has ended. All lanes of a warp call it.
 template <typename T, typename F>
 auto with_warp(T mine, F f) {
   struct Shown {
-    alignas(16) char of_warps[32][32][64];
+    alignas(16) char of_warps[kMostThreads / 32][32][64];
   };
   static Shown shown;
   static_assert(sizeof(T) <= sizeof shown.of_warps[0][0] && std::is_trivially_copyable_v<T>);
@@ -117,7 +119,7 @@ auto with_warp(T mine, F f) {
 }
 
 // Shared memory: addresses are offsets from the dynamic part. Static variables are near enough for 32 bits.
-constexpr int kSharedBytes = 512 << 10;  // of a cluster
+constexpr int kSharedBytes = 640 << 10;  // of a cluster
 extern char dynamic_shared[];
 inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const char*>(pointer) - dynamic_shared);

@@ -90,7 +90,8 @@ struct RegionSizes {
   }
 };
 
-// CTA `rank` of the `ctas` CTAs of a cluster has these value rows of the key head's group, kDecodeGroupRows at a time.
+// CTA `rank` of the `ctas` CTAs of a cluster has these value rows of the key head's group, kTurnRows of RegionCta at a
+// time.
 struct RegionShare {
   int n, hk, rank, ctas, rows;  // rows of a CTA; the last CTAs may have fewer, or none
   float inverse_rows;
@@ -98,10 +99,11 @@ struct RegionShare {
   __device__ __forceinline__ int first_row() const { return rank * rows; }
 };
 
-// The value rows of a CTA, their heads, and the norm of a head. Element: dtype of tokens.
-template <typename Element, typename State, int K>
+// The value rows of a CTA of kWarps warps, their heads, and the norm of a head. Element: dtype of tokens.
+template <typename Element, typename State, int K, int kWarps = kDecodeWarps>
 struct RegionCta {
   using Rows = StateRows<State, K>;
+  static constexpr int kThreads = kWarps * kWarp, kTurnRows = kWarps * kDecodeWarpRows;
 
   const RegionNorm& norm;
   const RegionSizes& sizes;
@@ -114,9 +116,9 @@ struct RegionCta {
   // A warp's first row of a turn, as a row of the group. All rows of a warp are of one head, because V is a multiple
   // of their number.
   __device__ __forceinline__ int row_of(int turn) const {
-    return share.first_row() + turn * kDecodeGroupRows + warp() * kDecodeWarpRows;
+    return share.first_row() + turn * kTurnRows + warp() * kDecodeWarpRows;
   }
-  __device__ __forceinline__ int turns() const { return (share.rows + kDecodeGroupRows - 1) / kDecodeGroupRows; }
+  __device__ __forceinline__ int turns() const { return (share.rows + kTurnRows - 1) / kTurnRows; }
   __device__ __forceinline__ int head_of_row(int row) const { return quotient(row, sizes.inverse_V); }
   __device__ __forceinline__ int head_of(int turn) const { return min(head_of_row(row_of(turn)), sizes.group - 1); }
   __device__ __forceinline__ Rows rows_of(int turn) const {

@@ -16,7 +16,7 @@ decode and of gated_rms_norm.
     y              [N, H_v, V]
 
 The grid is [CTAs of a key head, H_k, N], and the CTAs of a key head are a cluster. A CTA has some of the head's
-group * V value rows, `rows` or fewer, kDecodeGroupRows of them at a time; a warp has eight of these. What value rows
+group * V value rows, `rows` or fewer, some of them at a time; a warp has eight of these. What value rows
 share is done by every CTA: the convolution of q and k. CTAs meet for two things:
 
     windows of q and k    all CTAs read them; behind the cluster's barrier each writes its part of the channels
@@ -37,7 +37,7 @@ from kernels_tl.config import DECODE_THREADS
 from kernels_tl.convolution.arguments import address, pointer
 from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, element_type, extern, memory_type
 from kernels_tl.core.cta import BYTES
-from kernels_tl.decode.region_tile import ONE_TOKEN, TURN_ROWS
+from kernels_tl.decode.region_tile import ONE_TOKEN
 from kernels_tl.layout import REGION_ROWS, REGION_VALUES
 
 CLUSTER = True
@@ -145,7 +145,7 @@ def decode_region(dtype, K, state_dtype):
     element, state_element = element_type(dtype), element_type(state_dtype)
     constants = f"{element}, {state_element}, {K}, {REGION_VALUES}, {REGION_ROWS}"
     # RegionShared
-    shared_bytes = TURN_ROWS * K * BYTES[state_dtype]
+    shared_bytes = ONE_TOKEN.turn_rows * K * BYTES[state_dtype]
     shared_bytes += 4 * REGION_VALUES + 2 * (2 * K + REGION_ROWS) + 4 * REGION_ROWS + 2 * (2 * K * TAPS) + 16
 
     def first_slots(slots):

@@ -32,9 +32,9 @@ struct WindowColumns {
 };
 
 // Shared memory of a CTA. A row has a token's q, key_dim elements later k; or the CTA's value rows.
-template <typename Element, typename State, typename Rows, int K, int kValues, int kRows>
+template <typename Element, typename State, typename Rows, int K, int kWarps, int kValues, int kRows>
 struct alignas(16) DraftShared {
-  typename Rows::Tile tiles[kDecodeWarps];                           // a turn's value rows of the state
+  typename Rows::Tile tiles[kWarps];                                 // a turn's value rows of the state
   float o[kDecodeTokens][kValues];                                   // of the heads that the CTA has rows of
   Element keys[kDecodeTokens][2 * K], values[kDecodeTokens][kRows];  // mixed
   Element z[kDecodeTokens][kRows];
@@ -47,11 +47,12 @@ struct alignas(16) DraftShared {
   uint64_t sent;                             // barrier: o is complete
 };
 
-template <typename Element, typename State, int K, int kValues, int kRows>
-struct DecodeDrafts : RegionCta<Element, State, K> {
-  using Cta = RegionCta<Element, State, K>;
+template <typename Element, typename State, int K, int kWarps, int kValues, int kRows>
+struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
+  using Cta = RegionCta<Element, State, K, kWarps>;
   using typename Cta::Rows;
-  using Shared = DraftShared<Element, State, Rows, K, kValues, kRows>;
+  using Shared = DraftShared<Element, State, Rows, K, kWarps, kValues, kRows>;
+  static constexpr int kThreads = Cta::kThreads;
   using Cta::norm, Cta::share, Cta::sizes, Cta::warp, Cta::keys, Cta::end_row, Cta::row_of, Cta::head_of, Cta::rows_of;
 
   const DecodePlan& plan;
@@ -104,8 +105,7 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
     write_y(begin, count);
     wait_for_cluster();  // all have read the windows
 #pragma unroll 1
-    for (int i = share.rank * kDecodeThreads + threadIdx.x; has_windows() && i < keys();
-         i += share.ctas * kDecodeThreads) {
+    for (int i = share.rank * kThreads + threadIdx.x; has_windows() && i < keys(); i += share.ctas * kThreads) {
       write_window(count, columns, window_slot, i);
     }
   }
@@ -122,7 +122,7 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
   __device__ __forceinline__ int own_rows() const { return max(end_row() - share.first_row(), 0); }
   // Whether the thread has a value row of its own: that of its number.
   __device__ __forceinline__ bool has_row() const {
-    static_assert(kRows <= kDecodeThreads);
+    static_assert(kRows <= kThreads);
     return static_cast<int>(threadIdx.x) < own_rows();
   }
 
@@ -137,9 +137,9 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
 
   // Starts asynchronous copies of the tokens' rows. Neighbouring threads have a token's pieces of 16 bytes, one each.
   __device__ __forceinline__ void fetch_tokens(int64_t begin, int count) const {
-    constexpr int kPiece = 16 / sizeof(Element), kThreads = kDecodeThreads / kDecodeTokens;
-    static_assert(K <= kThreads * kPiece && kRows <= kThreads * kPiece);
-    const int t = threadIdx.x / kThreads, i = threadIdx.x % kThreads * kPiece;
+    constexpr int kPiece = 16 / sizeof(Element), kOfToken = kThreads / kDecodeTokens;
+    static_assert(K <= kOfToken * kPiece && kRows <= kOfToken * kPiece);
+    const int t = threadIdx.x / kOfToken, i = threadIdx.x % kOfToken * kPiece;
     const auto fetch_row = [&](Element* to, const RegionRows& rows, int first, int channels) {
       const Element* const from =
           static_cast<const Element*>(rows.data) + (begin + t) * rows.token + share.hk * rows.head + first;
@@ -191,8 +191,8 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
   }
 
   // The convolution. A thread has the same channels in every function: of q and k, then the CTA's value rows,
-  // kDecodeThreads apart.
-  static constexpr int kThreadChannels = (2 * K + kRows + kDecodeThreads - 1) / kDecodeThreads;
+  // kThreads apart.
+  static constexpr int kThreadChannels = (2 * K + kRows + kThreads - 1) / kThreads;
   // What a thread's channels need of memory, as it is there, so that all loads are in flight at once.
   struct Channels {
     uint16_t rows[kThreadChannels][kConvTaps - 1] = {}, bias[kThreadChannels] = {};
@@ -215,7 +215,7 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
   __device__ __forceinline__ void for_channels(Use use) const {
 #pragma unroll
     for (int i = 0; i < kThreadChannels; ++i) {
-      if (const int channel = i * kDecodeThreads + threadIdx.x; channel < keys() + own_rows()) {
+      if (const int channel = i * kThreads + threadIdx.x; channel < keys() + own_rows()) {
         use(i, channel);
       }
     }
@@ -292,12 +292,12 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
       return;
     }
 #pragma unroll 1
-    for (int channel = threadIdx.x; channel < keys() + own_rows(); channel += kDecodeThreads) {
+    for (int channel = threadIdx.x; channel < keys() + own_rows(); channel += kThreads) {
       const bool is_key = channel < keys();
       if (!is_key) {
         write_window(count, columns, window_slot, channel);
       }
-      if (!is_key || channel / kDecodeThreads % share.ctas == share.rank) {
+      if (!is_key || channel / kThreads % share.ctas == share.rank) {
         keep_windows(count, channel, number_of(channel));
       }
     }
@@ -344,7 +344,7 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
   // The factors of q and k of each token, as RawToken::prepare_keys computes them.
   __device__ __forceinline__ void prepare_keys(int count) const {
     using L = typename Rows::L;
-    for (int t = warp(); t < count; t += kDecodeWarps) {
+    for (int t = warp(); t < count; t += kWarps) {
       const LaneToken<L::kChannels> token = load_keys(t);
       constexpr float kEps = static_cast<float>(kNormEps);
       const float q_factor = tokens.scale * rsqrtf(L::dot(token.q, token.q) + kEps);
@@ -430,7 +430,7 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
   // The norm of the CTA's value rows.
   __device__ __forceinline__ void write_y(int64_t begin, int count) const {
     const int first_row = share.first_row(), parts = (own_rows() + kWarp - 1) / kWarp;
-    for (int i = warp(); i < count * parts; i += kDecodeWarps) {
+    for (int i = warp(); i < count * parts; i += kWarps) {
       const int t = i / parts, row = first_row + i % parts * kWarp;
       Cta::normalize(shared.o[t], row, [&](int own, float o, float rstd) {
         const float z = to_float(shared.z[t][own - first_row]);
@@ -441,13 +441,13 @@ struct DecodeDrafts : RegionCta<Element, State, K> {
   }
 };
 
-template <typename Element, typename State, int K, int kValues, int kRows, int kSharedBytes>
+template <typename Element, typename State, int K, int kWarps, int kValues, int kRows, int kSharedBytes>
 __device__ __forceinline__ void decode_region_drafts(const DecodePlan& plan, const RegionTokens& tokens,
                                                      const DraftWindows& windows, const RegionFilter& filter,
                                                      const RegionNorm& norm, const RegionSizes& sizes,
                                                      const RegionShare& share, const DecodeStates& states, void* y,
                                                      int N, void* shared) {
-  using Work = DecodeDrafts<Element, State, K, kValues, kRows>;
+  using Work = DecodeDrafts<Element, State, K, kWarps, kValues, kRows>;
   static_assert(sizeof(typename Work::Shared) <= kSharedBytes);
   const int64_t values = sizes.values();
   Work{{norm, sizes, share, states.dtype},

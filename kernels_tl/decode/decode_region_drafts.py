@@ -30,7 +30,7 @@ ancestors are computed again from the initial state, which is still in shared me
 import tilelang.language as T
 
 from build_tools.bundle import Bundle
-from kernels_tl.config import DECODE_THREADS
+from kernels_tl.config import WARP
 from kernels_tl.convolution.arguments import address, pointer
 from kernels_tl.core.common import HINT, PASS_CONFIGS as PASS_CONFIGS, after, element_type, extern, memory_type
 from kernels_tl.core.cta import BYTES
@@ -67,10 +67,10 @@ def decode_region_drafts(dtype, K, state_dtype):
     tile = region_tile.DRAFTS[BYTES[state_dtype]]
     # DraftShared
     rows = 2 * K + tile.rows
-    shared_bytes = region_tile.TURN_ROWS * K * BYTES[state_dtype]
+    shared_bytes = tile.turn_rows * K * BYTES[state_dtype]
     shared_bytes += DECODE_TOKENS * (4 * tile.values + 2 * (2 * rows + tile.rows) + 16 + 4 * 3 + 4 * (TAPS - 1))
     shared_bytes += 2 * rows * TAPS + 4 * tile.rows + 16
-    constants = f"{element}, {state_element}, {K}, {tile.values}, {tile.rows}, {shared_bytes}"
+    constants = f"{element}, {state_element}, {K}, {tile.warps}, {tile.values}, {tile.rows}, {shared_bytes}"
 
     @T.prim_func
     def main(
@@ -93,7 +93,7 @@ def decode_region_drafts(dtype, K, state_dtype):
         update_state: T.int32,
         grid: RegionGrid(),
     ):
-        with T.Kernel(grid.ctas, grid.H_k, grid.N, threads=DECODE_THREADS, prelude=PRELUDE) as (rank, hk, n):
+        with T.Kernel(grid.ctas, grid.H_k, grid.N, threads=WARP * tile.warps, prelude=PRELUDE) as (rank, hk, n):
             T.annotate_min_blocks_per_sm(tile.ctas)
             shared = T.alloc_shared([shared_bytes], "uint8")
             if n < grid.early:
