@@ -376,7 +376,8 @@ def region(case: Case, device: str) -> None:
     """gated_delta_net over the ranks, with its gradients: the same as of the whole sequences."""
     device = of_this_rank(device)
     tokens, parameters = layer_tensors(case, device)
-    heads = {"num_k_heads": case.H_k, "head_k_dim": case.K}
+    heads = {"num_k_heads": case.H_k, "head_k_dim": case.K, "allow_neg_eigval": True, "scale": 0.7}
+    heads |= {"norm_eps": 1e-2, "norm_activation": "sigmoid"}
     offsets = torch.tensor([0, *case.lengths], device=device).cumsum(0)
     weight = torch.randn(tokens["z"].shape, generator=torch.Generator().manual_seed(2), dtype=case.dtype).to(device)
     whole = {x: y.clone().requires_grad_() for x, y in (tokens | parameters).items()}

@@ -226,6 +226,7 @@ def slices(x, left: int = 8, right: int = 8):
 
 LAYOUTS = {
     "slices": slices,
+    "slices of aligned rows": lambda x: slices(x, 8, 8 + -x.shape[-1] % 8),
     "odd slices": lambda x: slices(x, 3, 2),
     "channels before tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "tokens before batch": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
@@ -387,7 +388,12 @@ def windows_after(rows: torch.Tensor, columns: int, tokens: int) -> torch.Tensor
 @pytest.mark.parametrize("every", (1, 2, 3, 5, 64))
 @pytest.mark.parametrize(
     "case",
-    (Case(LENGTHS, padding=3, D=130), Case(LENGTHS, W=3, columns=3, dtype=FP16, state_dtype=FP16), Case(B=9, T=7, W=2)),
+    (
+        Case(LENGTHS, padding=3, D=130),
+        Case((3, 1, 0, 2) * 10, D=8),
+        Case(LENGTHS, W=3, columns=3, dtype=FP16, state_dtype=FP16),
+        Case(B=9, T=7, W=2),
+    ),
     ids=str,
 )
 def test_checkpoints(device, case, every, kept):

@@ -169,6 +169,19 @@ def test_parts(case, device):
     check(case, device)
 
 
+@pytest.mark.parametrize("name", ("a", "b", "z", "mixed"))
+def test_one_by_key_heads(name, device):
+    """Each tensor may have either form, whatever the others have."""
+    flat, x = make(Case(H_k=2, H_v=4), device), make(Case(H_k=2, H_v=4), device)
+    if name == "mixed":
+        q, k, v = x["mixed"].split([2 * 128, 2 * 128, 4 * x["z"].shape[3]], -1)
+        x["mixed"] = torch.cat([y.unflatten(-1, (2, -1)) for y in (q, k, v)], -1)
+    else:
+        x[name] = x[name].unflatten(2, (2, 2))
+    expected, y = flash_qla.decode_gated_delta_net(**flat), flash_qla.decode_gated_delta_net(**x)
+    assert torch.equal(expected.flatten(2), y.flatten(2)) and torch.equal(flat["state_pool"], x["state_pool"])
+
+
 def launched(call, folder) -> list[str]:
     """The kernels that a call launches. In the emulator PyTorch's are named after their operators."""
     if torch.cuda.get_device_name() == "emulated":

@@ -220,18 +220,58 @@ RACES = ("not behind the write", None, None, "a write is not behind a read", "no
 
 
 @pytest.mark.build
-def test_races(tmp_path):
-    """Found: a read without the barrier, a store without the fence, a write before the store has read."""
+def compile_program(folder: Path, source: str) -> Path:
+    """A program of the emulator's functions."""
     sys.path.append(str(TESTS.parent))
     from build_tools.toolchain import find_toolkit
 
-    (tmp_path / "main.cpp").write_text(TWO_THREADS)
-    sources = [*(TESTS.parent / "emulator").glob("*.cpp"), tmp_path / "main.cpp"]
+    (folder / "main.cpp").write_text(source)
+    sources = [*(TESTS.parent / "emulator").glob("*.cpp"), folder / "main.cpp"]
     folders = [TESTS.parent / "emulator/include", *find_toolkit().include]
     command = [os.environ.get("CXX", "g++"), "-std=c++20", "-w", "-DEMULATOR_RACES", "-DUSE_CUDA"]
     command += [f"-I{folder}" for folder in folders]
-    subprocess.run([*command, *sources, "-ldl", "-lpthread", "-o", tmp_path / "main"], check=True)
+    subprocess.run([*command, *sources, "-ldl", "-lpthread", "-o", folder / "main"], check=True)
+    return folder / "main"
+
+
+def test_races(tmp_path):
+    """Found: a read without the barrier, a store without the fence, a write before the store has read."""
+    program = compile_program(tmp_path, TWO_THREADS)
     for mode, race in enumerate(RACES):
-        result = subprocess.run([tmp_path / "main", str(mode)], stderr=subprocess.PIPE, text=True)
+        result = subprocess.run([program, str(mode)], stderr=subprocess.PIPE, text=True)
         assert (result.returncode == 0) == (race is None), (mode, result)
         assert race is None or race in result.stderr
+
+
+# Three copies, of which the third is in no group
+COPIES = """
+#include <cstring>
+#include "emulator.h"
+using namespace emulator;
+int main() {
+  alignas(16) static char from[3][16];
+  char (*const to)[16] = reinterpret_cast<char (*)[16]>(dynamic_shared);
+  std::memset(from, 1, sizeof from);
+  std::memset(to, 0, sizeof from);
+  races::begin_cta(128);
+  thread_index = {0, 0, 0};
+  thread_of_cluster = 0;
+  for (int i = 0; i < 3; ++i) {
+    copy_piece(to[i], from[i], true, 16);
+    if (i < 2) {
+      commit_copies();
+    }
+  }
+  const auto arrived = [&] { return (to[0][0] == 1) + 10 * (to[1][0] == 1) + 100 * (to[2][0] == 1); };
+  const int before = arrived();
+  wait_for_copies(1);
+  const int first = arrived();
+  wait_for_copies(0);
+  return before == 0 && first == 1 && arrived() == 11 ? 0 : 1;
+}
+"""
+
+
+def test_copies_arrive_when_they_are_waited_for(tmp_path):
+    """Not before, or a kernel that waits too little would be right."""
+    subprocess.run([compile_program(tmp_path, COPIES)], check=True)

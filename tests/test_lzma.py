@@ -80,3 +80,17 @@ def test_damage(program):
         result = unpack(program, file, len(contents))
         assert result.returncode in (0, 1) and b"Sanitizer" not in result.stderr, result.stderr
         assert result.stdout != contents if result.returncode == 0 else b"libflash_qla.so" in result.stderr
+
+
+def test_a_zero_follows_each_code(tmp_path):
+    """PTX ends with it, also where its length is a multiple of 16."""
+    from build_tools import archive
+
+    codes = [tmp_path / f"{size}.ptx" for size in (15, 16, 17, 32)]
+    for code in codes:
+        code.write_bytes(b"x" * int(code.stem))
+    found = archive.write(tmp_path / "found.lzma", codes)
+    contents = archive.unpack((tmp_path / "found.lzma").read_bytes())
+    for code in codes:
+        at = found.offsets[code.name]
+        assert at % archive.ALIGNMENT == 0 and contents[at + int(code.stem)] == 0

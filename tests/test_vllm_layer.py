@@ -10,6 +10,7 @@ import torch
 from accuracy import relative_error
 from test_decode_region_drafts import BARS, Case, expected, make
 
+import flash_qla
 from flash_qla.integrations import _engines, _vllm_layer, vllm
 
 PREFIX = "model.layers.0.linear_attn"
@@ -194,6 +195,20 @@ def test_prefill(decodes, by_key_heads, device, run):
     used = x["state_indices"][x["state_indices"] > 0].long().cpu()
     assert torch.equal(x["window_pool"].double().cpu()[used], reference["window_pool"][used])
     assert relative_error(x["state_pool"].double().cpu()[used], reference["state_pool"][used]) < BARS[4]
+
+
+@pytest.mark.parametrize("value", ("0", "1"))
+def test_batch_invariant_mode(value, run, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    modes, original = [], flash_qla.prefill_gated_delta_net
+
+    def recorded(*args, **named):
+        modes.append(named.get("batch_invariant", False))
+        return original(*args, **named)
+
+    monkeypatch.setattr(flash_qla, "prefill_gated_delta_net", recorded)
+    test_prefill(0, False, "cpu", run)
+    assert modes == [value == "1"]
 
 
 def test_other_steps_are_theirs(run):
