@@ -33,9 +33,12 @@ class Layer:
 def layer_of(x: dict, case: Case, device: str, *, rows_last: bool = True, cls=Layer) -> Layer:
     """A layer with the tensors of a call; its pool of windows is [slots, D, columns] if rows_last, else transposed."""
     windows = x["window_pool"] if rows_last else x["window_pool"].mT
+    options = {"norm_eps": 1e-6, "norm_activation": "silu"} | dict(case.options)
     config = SimpleNamespace(
         conv1d=SimpleNamespace(weight=x["conv_weight"][:, None], bias=x["conv_bias"]),
-        norm=SimpleNamespace(weight=x["norm_weight"], activation="silu", norm_before_gate=True, group_size=None),
+        norm=SimpleNamespace(
+            weight=x["norm_weight"], activation=options["norm_activation"], norm_before_gate=True, group_size=None
+        ),
         A_log=x["A_log"],
         dt_bias=x["dt_bias"],
         kv_cache=(windows, x["state_pool"]),
@@ -44,7 +47,7 @@ def layer_of(x: dict, case: Case, device: str, *, rows_last: bool = True, cls=La
         tp_size=2,
         head_k_dim=case.K,
         head_v_dim=case.V,
-        layer_norm_epsilon=1e-6,
+        layer_norm_epsilon=options["norm_eps"],
         activation="silu",
         gdn_decode_kernel="triton",
         calls=[],
@@ -100,15 +103,17 @@ def run(monkeypatch):
     return run
 
 
-ONE = {"T": 1, "indices": (4, 0, 6, 2), "options": (("null_index", 0),)}
+# vLLM's null slot, and a layer's numbers that are not the default
+OPTIONS = (("null_index", 0), ("norm_eps", 1e-2), ("norm_activation", "sigmoid"))
+ONE = {"T": 1, "indices": (4, 0, 6, 2), "options": OPTIONS}
 SEVERAL = {"lengths": (4, 2, 1, 0, 3), "indices": (4, 5, 6, 2, 3), "accepted": (1, 3, 2, 1, 4)}
 MOST = {"lengths": (8, 3), "indices": (2, 5), "accepted": (5, 1), "steps": 8}
 CASES = (
-    (Case(**ONE), {}),
+    (Case(**ONE | {"options": OPTIONS[:1]}), {}),
     (Case(**ONE, by_key_heads=True, state_dtype=torch.bfloat16), {"rows_last": False}),
-    (Case(**SEVERAL, options=(("null_index", 0),)), {}),
-    (Case(**SEVERAL, options=(("null_index", 0),), by_key_heads=True, columns_last=False), {"rows_last": False}),
-    (Case(**MOST, options=(("null_index", 0),)), {}),
+    (Case(**SEVERAL, options=OPTIONS), {}),
+    (Case(**SEVERAL, options=OPTIONS, by_key_heads=True, columns_last=False), {"rows_last": False}),
+    (Case(**MOST, options=OPTIONS), {}),
 )
 
 
@@ -167,8 +172,7 @@ class ByKeyHeads(Layer):
 def test_prefill(decodes, by_key_heads, device, run):
     """Prompts, one of which starts from zero, after the tokens of sequences that decode."""
     lengths = (*(1,) * decodes, 9, 5, 3)
-    options = (("null_index", 0),)
-    case = Case(lengths=lengths, indices=(4, 2, 6, 0, 3)[: len(lengths)], by_key_heads=by_key_heads, options=options)
+    case = Case(lengths=lengths, indices=(4, 2, 6, 0, 3)[: len(lengths)], by_key_heads=by_key_heads, options=OPTIONS)
     x = make(case, device)
     fresh = x["state_indices"][decodes]
     for name in ("state_pool", "window_pool"):

@@ -138,11 +138,8 @@ def _of_call(layer, windows: torch.Tensor, slots: torch.Tensor) -> tuple[tuple, 
     """Weights and pools, and the norm and more by name, as both of flash_qla's functions take them."""
     weights = (layer.conv1d.weight.flatten(1), layer.conv1d.bias, layer.norm.weight, layer.A_log, layer.dt_bias)
     activation = "sigmoid" if layer.norm.activation == "sigmoid" else "silu"
-    named = {"scale": layer.head_k_dim**-0.5, "null_index": NULL_INDEX}
-    return (*weights, windows, layer.kv_cache[1], slots), named | {
-        "norm_eps": layer.layer_norm_epsilon,
-        "norm_activation": activation,
-    }
+    named = {"null_index": NULL_INDEX, "norm_eps": layer.layer_norm_epsilon, "norm_activation": activation}
+    return (*weights, windows, layer.kv_cache[1], slots), named
 
 
 def decode(layer, metadata, mixed_qkvz, ba, core_attn_out, tokens: int | None = None) -> None:
