@@ -184,6 +184,16 @@ def test_states_of_one_token(given):
 
 # transformers
 
+
+def values_first(rows: list[Row]) -> list[Row]:
+    """The same rows for functions that return a final state whose values are first in memory."""
+
+    def changed(row: Row) -> Row:
+        return dataclasses.replace(row, changes=row.changes | {"state_v_first": True})
+
+    return [changed(row) if row.argument == "output_final_state" else row for row in rows]
+
+
 NAMES = {"query": "q", "key": "k", "value": "v", "g": "g", "beta": "beta"}
 BASE = dict(zip(NAMES, tokens(0).values(), strict=True))
 TRANSFORMERS = [
@@ -200,7 +210,7 @@ TRANSFORMERS = [
 ]
 
 
-@pytest.mark.parametrize("row", TRANSFORMERS, ids=str)
+@pytest.mark.parametrize("row", values_first(TRANSFORMERS), ids=str)
 def test_transformers(row):
     check(transformers.chunk_gated_delta_rule, row, BASE)
 
@@ -221,7 +231,7 @@ STEP = [
 ]
 
 
-@pytest.mark.parametrize("row", [x for x in STEP if x.argument != "transpose_state_layout"], ids=str)
+@pytest.mark.parametrize("row", values_first([x for x in STEP if x.argument != "transpose_state_layout"]), ids=str)
 def test_recurrent_of_transformers(row):
     check(transformers.recurrent_gated_delta_rule, row, BASE)
 

@@ -1,6 +1,7 @@
 """generate() of transformers models whose layers decode in flash_qla: the tokens of the unpatched model, in fp32, on
 small random models."""
 
+import importlib.util
 import inspect
 
 import pytest
@@ -9,7 +10,7 @@ from dispatched import Ran
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from test_transformers import example, gated_delta_nets, small_model, text  # noqa: E402
+from test_transformers import example, gated_delta_nets, import_models_without_fla, small_model, text  # noqa: E402
 
 from flash_qla.integrations.transformers import recurrent_gated_delta_rule, use_flash_qla  # noqa: E402
 
@@ -30,7 +31,8 @@ QWEN4_EXP = {
     "bos_token_id": None,
 }
 MODELS = dict(example.MODELS)
-if hasattr(transformers, "Qwen4ExpForCausalLM"):
+if importlib.util.find_spec("transformers.models.qwen4_exp"):
+    import_models_without_fla(["qwen4_exp"])
     MODELS["qwen4_exp"] = ("Qwen4ExpForCausalLM", "Qwen4ExpTextConfig", QWEN4_EXP)
 all_models = pytest.mark.parametrize("name", MODELS)
 
