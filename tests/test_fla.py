@@ -700,7 +700,7 @@ def test_cache_of_a_layer(device, integration):
     windows, states = (cache[0][x] for x in ("conv_state", "recurrent_state"))
     for part, window in zip("qkv", windows, strict=True):
         assert torch.equal(window, getattr(layer, f"{part}_proj")(x)[:, -4:].mT)
-    assert states.shape == (2, 4, 128, 64) and states.any()
+    assert states.shape == (2, 4, 128, 64) and states.any() and cache.get_seq_length() == x.shape[1]
 
 
 class Adapted(torch.nn.Module):
