@@ -164,7 +164,7 @@ def sources(compiler: Compiler, races: bool) -> list[tuple]:
 
 def build(out: Path, races: bool = False) -> Path:
     """Returns the folder to import flash_qla from."""
-    installed = next(iter(importlib.util.find_spec("flash_qla").submodule_search_locations))
+    installed = Path(next(iter(importlib.util.find_spec("flash_qla").submodule_search_locations)))
     sys.path.append(str(ROOT))
     from build_tools.toolchain import find_toolkit, max_jobs
 
@@ -176,10 +176,14 @@ def build(out: Path, races: bool = False) -> Path:
     with concurrent.futures.ThreadPoolExecutor(max_jobs()) as pool:
         objects = list(pool.map(lambda source: compiler.compile(*source), sources(compiler, races)))
     package = out / "package/flash_qla"
+    library = package / "libflash_qla.so"
+    newest = max(x.stat().st_mtime for x in (*objects, *installed.rglob("*.py")))
+    if library.exists() and library.stat().st_mtime > newest:
+        return package.parent  # which another process may be using
     shutil.copytree(installed, package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("libflash_qla.so"))
     libraries = [TORCH / "lib" / name for name in ("libtorch.so", "libtorch_cpu.so", "libc10.so")]
     options = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-lpthread", "-ldl", "-fsanitize=alignment"]
-    subprocess.run([compiler.command[0], *objects, *libraries, *options, "-o", package / "libflash_qla.so"], check=True)
+    subprocess.run([compiler.command[0], *objects, *libraries, *options, "-o", library], check=True)
     return package.parent
 
 

@@ -1,6 +1,8 @@
 import fcntl
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -30,6 +32,7 @@ NOT_LONG = "not long"
 # Workers take these files first, so that none of them ends late.
 COSTLY = (
     "test_emulator.py",
+    "test_emulator_portable.py",
     "test_wheel.py",
     "test_build.py",
     "test_cp.py",
@@ -136,6 +139,21 @@ def filled_once(tmp_path_factory, name: str, fill) -> Path:
             fill(folder)
             filled.touch()
     return folder
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> str:
+    """The folder to import the emulated package from, which one worker builds."""
+    root = Path(__file__).parent.parent
+    if not (root / "build/kernels/registry.cpp").is_file():
+        pytest.skip("needs the sources that a build in this checkout generates")
+
+    def build(folder: Path) -> None:
+        command = [sys.executable, root / "emulator/build.py", root / "build/emulator"]
+        found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+        (folder / "package").symlink_to(found)
+
+    return str((filled_once(tmp_path_factory, "emulator", build) / "package").resolve())
 
 
 @pytest.fixture
