@@ -6,7 +6,7 @@
 The model has random weights, the sizes of a Qwen3.5's layers, every fourth one of which is attention, and a small
 vocabulary. It runs eagerly in bf16.
 
-  region   of flash_qla: after use_flash_qla(model), whose layers run as one op where they have no cache
+  region   of flash_qla: after use_flash_qla(model), whose layers run as one op
   parts    of flash_qla: the same with a hook on each convolution, so that its parts run one by one; of FLA the model as
            it is, with the functions that transformers takes from FLA
 

@@ -169,13 +169,13 @@ INSTANCES = [
         for path in decode_paths(**types, state_dtype=dtype)
     ),
     *(
-        Instance(f"decode.{kernel}", types | {"state_dtype": dtype}, facts=tiles[state_bytes].facts)
-        for kernel, tiles in (
-            ("decode_region", dict.fromkeys((4, 2, 1), region_tile.ONE_TOKEN)),
+        Instance(f"decode.{kernel}", types | {"state_dtype": dtype}, facts=tile.facts)
+        for kernel, tile in (
+            ("decode_region", region_tile.ONE_TOKEN),
             ("decode_region_drafts", region_tile.DRAFTS),
         )
         for types in NARROW_TYPES
-        for dtype, state_bytes in (STATE_DTYPES | FLOAT8).items()
+        for dtype in STATE_DTYPES | FLOAT8
     ),
     *(
         Instance(

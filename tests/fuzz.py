@@ -75,7 +75,7 @@ def draw_of_region(r: random.Random, device: str) -> RegionTrial:
     columns = r.choice((W - 1, W))
     if op == "norm":
         dims = tuple(r.randint(1, 40) for _ in range(r.randint(0, 3)))
-        V = r.choice((8, 64, 128, 128, 256, 512, r.randint(2, 512)))  # V = 1: do is what a difference leaves
+        V = r.choice((8, 64, 128, 128, 256, 512, r.randint(2, 512)))  # with V = 1 do is the difference of equal numbers
         kind = {"activation": r.choice(("silu", "sigmoid")), "norm_before_gate": r.random() < 0.5}
         return RegionTrial(op, test_norm.Case((*dims, V), r.choice((*half, *wide)), **kind))
     if op == "convolution":

@@ -64,7 +64,7 @@ class KeptWindows(Bundle):
 
 def decode_region_drafts(dtype, K, state_dtype):
     element, state_element = element_type(dtype), element_type(state_dtype)
-    tile = region_tile.DRAFTS[BYTES[state_dtype]]
+    tile = region_tile.DRAFTS
     # DraftShared
     rows = 2 * K + tile.rows
     shared_bytes = tile.turn_rows * K * BYTES[state_dtype]

@@ -27,5 +27,5 @@ class RegionTile:
 
 
 ONE_TOKEN = RegionTile(ctas=6)
-# By the bytes of a state's number. o of eight tokens is in shared memory.
-DRAFTS = dict.fromkeys((4, 2, 1), RegionTile(ctas=2, warps=8, values=512, rows=128))
+# o of eight tokens is in shared memory.
+DRAFTS = RegionTile(ctas=2, warps=8, values=512, rows=128)
