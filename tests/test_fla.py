@@ -398,7 +398,7 @@ def test_integration_declines_other_gpus(monkeypatch, capability):
 
 @pytest.mark.parametrize("blackwell", ("IS_NVIDIA_SM100", "IS_NVIDIA_SM120"))
 def test_fla_asks_for_the_forward_on_blackwell(monkeypatch, blackwell):
-    """Without the integration. test_emulator_portable.py runs this function on such GPUs. On SM120 FLA trains itself."""
+    """Without the integration. test_emulator_portable.py runs this function on such GPUs. FLA trains SM120 itself."""
     monkeypatch.setattr(fla_backend, "IS_NVIDIA_HOPPER", False)
     monkeypatch.setattr(fla_backend, blackwell, True)
     inputs, _ = arguments_of(Case(T=70, **FEW), "cpu")
