@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +26,7 @@ KERNELS = {
     "chunk_matrices": ("intermediates", WHOLE, {}),
     "chunk_forward": ("intermediates", WHOLE, {}),
     "portable_forward": ("portable", {}, {}),
+    "portable_scan": ("portable", SEGMENTS, {}),
     **dict.fromkeys(
         ("portable_replay", "portable_replay_gradients", "portable_token_gradients"), ("portable backward", {}, {})
     ),
@@ -93,9 +93,9 @@ def check(call: str, case, mode: dict) -> list[str]:
         ratios = trials.run(trials.Trial(call, case), "cuda")
         return [f"{name:12} {ratio:.2f} of its bar" for name, ratio in ratios.items()]
     inputs, gradients = cases.make_inputs(case, "cuda"), cases.make_gradients(case, "cuda")
-    portable = partial(cases.forced_dispatch, kernels="portable")
-    modes = {"backward": cases.backward_mode, "portable": portable, "portable backward": portable}
-    with modes.get(call, cases.forward_mode)(**mode):
+    kernels = "portable" if call.startswith("portable") else None
+    in_mode = cases.backward_mode if call.endswith("backward") else cases.forward_mode
+    with cases.forced_dispatch(kernels=kernels), in_mode(**mode):
         if call.endswith("backward"):
             outputs = cases.run_autograd(inputs, **gradients)
         elif call == "ranks":

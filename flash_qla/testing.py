@@ -52,9 +52,9 @@ def forced_dispatch(
     Args:
         forward: the mode of the forward. {} gives all decisions back to the cost model, None keeps the current mode.
         backward: the mode of the backward; {} and None as for forward.
-        kernels: "portable" makes a Hopper GPU run the kernels that every GPU from Ampere on has, which split no
-            sequence and follow no mode. Those that Hopper has others for are PTX there: driver 575 or newer compiles
-            them, and caches them. "device" gives each GPU its own kernels again, None keeps the choice.
+        kernels: "portable" makes a Hopper GPU run the kernels that every GPU from Ampere on has, which follow only
+            segment_chunks and cut_above of a mode. Those that Hopper has others for are PTX there: driver 575 or newer
+            compiles them, and caches them. "device" gives each GPU its own kernels again, None keeps the choice.
 
     Raises:
         ValueError: no call can have this mode, or kernels is another string.

@@ -301,7 +301,7 @@ class Maps(Bundle):
     """The affine maps of the segments, S -> M S + Z.
 
     states   Z^T of segment s in slot s + 1; after segment_scan the state before segment s + 1
-    maps     M^T in two 16-bit parts: M^T rounded, and the rest
+    maps     M^T in two 16-bit parts: M^T rounded, and the rest; of the portable kernels M^T in fp32
     skips    1 where M is negligible, and not computed
 
     In reverse `states` are gradients: dZ^T of segment s in slot s - 1; after segment_scan dS'^T after segment s - 1.
@@ -310,21 +310,8 @@ class Maps(Bundle):
     def __init__(self, sizes, dtype, K):
         super().__init__(
             states=T.Tensor([sizes.segment_slots, sizes.H_v, sizes.value_rows, K], "float32"),
-            maps=T.Tensor([sizes.segment_slots, sizes.H_v, 2, K, K], dtype),
+            maps=T.Tensor([sizes.segment_slots, sizes.H_v, *([] if dtype == "float32" else [2]), K, K], dtype),
             skips=T.Tensor([sizes.segment_slots, sizes.H_v], "int32"),
-        )
-
-
-class RankMaps(Bundle):
-    """The maps of whole sequences that ranks exchange (csrc/ranks.h), of at most two: mapped_0 and mapped_1.
-    `rank_maps` has V rows of Z^T, then K rows of M^T. `has_ends`: whether Z includes the sequence's given state.
-    mapped = 0: none are requested."""
-
-    def __init__(self, sizes):
-        (mapped,) = dims("mapped")
-        shape = [mapped, sizes.H_v, sizes.value_dim + sizes.key_dim, sizes.key_dim]
-        super().__init__(
-            rank_maps=T.Tensor(shape, "float32"), mapped=mapped, mapped_0=T.int32, mapped_1=T.int32, has_ends=T.int32
         )
 
 

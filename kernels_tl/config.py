@@ -31,6 +31,7 @@ from kernels_tl.layout import (
     NARROW_SCAN_COLUMNS,
     NARROW_TILE,
     PLAN_STEP,
+    PORTABLE_SCAN_ROWS,
     SCAN_COLUMNS,
     WIDE_MATRICES_CTAS,
     WIDE_TILE,
@@ -116,6 +117,11 @@ PORTABLE_REPLAY = {
 PORTABLE_REPLAY_GRADIENTS = {
     128: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=57.25),
     256: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=89.25, spills=1140),
+}
+# Stages: blocks of M.
+PORTABLE_SCAN = {
+    128: Tile(tile=PORTABLE_SCAN_ROWS, consumers=WARPGROUP, stages=3, shared=57.5),
+    256: Tile(tile=PORTABLE_SCAN_ROWS, consumers=WARPGROUP, stages=2, shared=81),
 }
 PORTABLE_TOKEN_GRADIENTS = Tile(tile=NARROW_TILE, consumers=2 * WARPGROUP, shared=93.03125)
 

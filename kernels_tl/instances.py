@@ -88,6 +88,11 @@ INSTANCES = [
     ),
     *(Instance("portable.portable_forward", types, PORTABLE) for types in TYPES),
     *(
+        Instance("portable.portable_scan", {"K": K, "reverse": reverse}, PORTABLE)
+        for K in KEY_DIMS
+        for reverse in (False, True)
+    ),
+    *(
         Instance(
             "states.fused_forward",
             types | {"normalize": normalize, "low_level": low_level, "cut": cut, "planned": planned},

@@ -49,6 +49,9 @@ NARROW_TILE, WIDE_TILE = 64, 128
 # Columns of S per CTA of segment_scan and compose_maps. Narrow: of segment_scan, when all CTAs fit in one wave.
 SCAN_COLUMNS, NARROW_SCAN_COLUMNS = 32, 16
 
+# Rows of S^T per CTA of portable_scan.
+PORTABLE_SCAN_ROWS = 16
+
 # gate_gradients: value heads per CTA, whose fp32 numbers of a token fill a sector of 32 bytes; tokens at a time.
 GATE_HEADS, GATE_TOKENS = 8, 32
 

@@ -80,6 +80,7 @@ def check_in_emulation(package: str, files: dict[str, str], sms: str, *options: 
     (
         ("--kernel segment_scan --shape 130+0+64", 0),
         ("--kernel portable_forward --shape 130+0+64", 0),
+        ("--kernel portable_scan --shape 130+0+64", 0),
         ("--kernel portable_token_gradients --shape 1x70 --heads 1x2", 0),
         ("--kernel token_gradients --shape 1x70 --heads 1x2", 0),
         ("--kernel decode_buffered --shape 2x1", 0),

@@ -138,7 +138,6 @@ def test_prefill(device, mode, dtype):
         assert row_errors(state, wanted, (-1,)) < 4 * BARS[FP16] + rounding
 
 
-@pytest.mark.hopper  # portable: states up to 65504 (docs/support.md)
 @pytest.mark.parametrize("segments", (-1, 1, 2))
 def test_maps(device, segments):
     """Z of a whole sequence, composed of its segments', as ranks exchange it."""

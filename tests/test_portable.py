@@ -1,9 +1,11 @@
 """The kernels that run on every GPU from Ampere on, forced on a Hopper GPU, against the fp64 recurrence. `pytest -m gpu
 --kernels portable` runs every other test with them."""
 
+import itertools
+
 import pytest
 import torch
-from cases import ALL_INSIDE, Case, check_backward, check_forward, equal, make_inputs, parametrize, run_forwards
+from cases import ALL_INSIDE, Case, check_backward, check_forward, make_inputs, parametrize, run_forwards
 
 import flash_qla
 from flash_qla.testing import forced_dispatch
@@ -49,23 +51,65 @@ def test_backward(case):
     check_backward(case, "cuda")
 
 
+# In splits: gates that keep all states, some and none; a state of the caller in another layout; wide keys
+SPLIT = (
+    Case(T=330, gate="tiny", H_k=1, H_v=2),
+    Case(T=330, gate="underflow", state_scale=1e4, dtype=FP16),
+    Case(lengths=(330, 0, 64, 200, 65), padding=9, gate="logsigmoid", dtype=FP16, **L2NORM, **ALL_INSIDE, **RAW),
+    Case(B=2, T=200, gate="tiny", K=96, V=72, H_k=1, H_v=3, state_v_first=True, initial_state=BF16),
+    Case(T=200, gate="tiny", K=200, V=136, H_k=1, H_v=1, beta="two"),
+)
+
+
 @pytest.mark.gpu
-def test_a_split_sequence_gives_other_bits():
-    """So the mode is no alias: Hopper's kernels split this sequence, the portable ones never."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("this GPU has the portable kernels alone")
-    inputs = make_inputs(Case(T=300, gate="logsigmoid"), "cuda")
-    portable = run_forwards(inputs)
+@pytest.mark.parametrize("chunks", (1, 2))
+@parametrize(*SPLIT)
+def test_split_forward(case, chunks):
+    with forced_dispatch(forward={"segment_chunks": chunks}):
+        check_forward(case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunks", (1, 2))
+@parametrize(*SPLIT)
+def test_split_backward(case, chunks):
+    with forced_dispatch(backward={"segment_chunks": chunks}):
+        check_backward(case, "cuda")
+
+
+@pytest.mark.gpu
+def test_kernels_and_splits_have_bits_of_their_own():
+    """So no mode is an alias of another."""
+    inputs = make_inputs(Case(T=200, H_k=1, H_v=1, gate="tiny"), "cuda")
+    found = [run_forwards(inputs)["o"]]
     with forced_dispatch(forward={"segment_chunks": 1}):
-        assert equal(portable, run_forwards(inputs))
-        with forced_dispatch(kernels="device"):
-            assert not torch.equal(portable["o"], run_forwards(inputs)["o"])
+        found.append(run_forwards(inputs)["o"])
+        if torch.cuda.get_device_capability() == (9, 0):
+            with forced_dispatch(kernels="device"):
+                found.append(run_forwards(inputs)["o"])
+    assert not any(torch.equal(x, y) for x, y in itertools.combinations(found, 2))
 
 
 def test_the_choice_of_kernels():
     wrong = pytest.raises(ValueError, match=r"kernels is 'ampere', expected 'portable', 'device' or None")
     with wrong, forced_dispatch(kernels="ampere"):
         pass
-    portable = flash_qla._C.forward_dispatch(1, 8192, 1, 2, 4, portable=True)
-    assert (portable.fused, portable.value_tile, portable.segment_chunks) == (False, 64, 0)
-    assert portable.ctas == 4 * 2
+
+
+@pytest.mark.parametrize("ask", (flash_qla._C.forward_dispatch, flash_qla._C.backward_dispatch))
+def test_long_sequences_are_split_where_they_leave_sms_idle(ask):
+    def segment_chunks(B, T, heads, **more):
+        return ask(B, T, B, heads // 2, heads, varlen=False, portable=True, **more).segment_chunks
+
+    assert 4 <= segment_chunks(1, 32768, 8) <= 128
+    assert segment_chunks(1, 32768, 8, auto_cp=False) == 0
+    assert segment_chunks(8, 4096, 64) == segment_chunks(1, 256, 8) == segment_chunks(64, 1024, 8) == 0
+
+
+def test_one_path():
+    """Whatever a mode asks of Hopper's kernels."""
+    whole = flash_qla._C.forward_dispatch(8, 512, 8, 32, 64, varlen=False, portable=True)
+    assert (whole.fused, whole.value_tile, whole.segment_chunks, whole.ctas) == (False, 64, 0, 8 * 64 * 2)
+    with forced_dispatch(forward={"fused": 1, "value_tile": 128, "segment_chunks": 2}):
+        split = flash_qla._C.forward_dispatch(8, 512, 8, 32, 64, varlen=False, portable=True)
+    assert (split.fused, split.value_tile, split.segment_chunks, split.ctas) == (False, 64, 2, 8 * 4 * 64 * 2)

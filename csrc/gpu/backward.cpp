@@ -1,8 +1,8 @@
 // The backward: the l2norm if it has kernels of its own, the plan, the chunks' gates and matrices, with context
 // parallelism the segments' maps and their scans. Then the replay of the states, the recurrence in reverse with the
 // gradients of the inputs, the gradients of pre-activation gates and betas, and the backward of the l2norm. Other GPUs
-// than Hopper's have kernels of their own for the matrices, the replay and the gradients of the inputs, which also
-// compute the maps of ranks, and never cut a sequence.
+// than Hopper's have kernels of their own for the matrices, the maps, the scans, the replay and the gradients of the
+// inputs.
 
 #include "gpu/arguments.h"
 #include "gpu/dispatch.h"
@@ -58,9 +58,6 @@ class Backward {
   // s of the whole region.
   Begun begun() {
     begin();
-    if (d_.portable) {
-      return {portable_maps(), workspace_.storage()};
-    }
     return {pass_.compose(/*reverse=*/true, reverse_maps(), workspace_[workspace_.grad_states], call_.grad_final_state),
             workspace_.storage()};
   }
@@ -151,12 +148,11 @@ class Backward {
 
   kernels::Chunks chunks() const { return normalized(pass_.chunks()); }
 
-  // The chunks with the backward's gates.
-  kernels::Chunks backward_chunks() const {
-    kernels::Chunks found = chunks();
-    found.matrices.gates = workspace_[workspace_.backward_gates];
-    return found;
+  kernels::Chunks with_backward_gates(kernels::Chunks chunks) const {
+    chunks.matrices.gates = workspace_[workspace_.backward_gates];
+    return chunks;
   }
+  kernels::Chunks backward_chunks() const { return with_backward_gates(chunks()); }
 
   // States without addresses: they only tell which states exist. The gradients of states are arguments of their own.
   States states() const {
@@ -213,6 +209,11 @@ class Backward {
   }
 
   void backward_maps() const {
+    if (d_.portable) {
+      const kernels::Chunks mapped = normalized(pass_.map_chunks());
+      pass_.portable_maps(mapped, /*has_reverse=*/true);
+      return portable_replay_gradients(with_backward_gates(mapped), ends(nullptr, nullptr), /*writes_maps=*/true);
+    }
     kernels::backward_maps({.chunks = normalized(pass_.map_chunks()),
                             .output_gradient = output_gradient(),
                             .backward_gates = workspace_[workspace_.backward_gates],
@@ -246,7 +247,15 @@ class Backward {
 
   void replay_states(const std::optional<Tensor>& first) const {
     if (d_.portable) {
-      return pass_.portable_replay(chunks(), own_states(call_, data(first)), replay(), kNoRankMaps);
+      kernels::portable_replay({.chunks = chunks(),
+                                .states = own_states(call_, data(first)),
+                                .maps = pass_.maps(),
+                                .replay = replay(),
+                                .writes_maps = false,
+                                .has_reverse = true,
+                                .value_tiles = value_tiles(call_.V, kNarrowTile)},
+                               {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
+      return;
     }
     kernels::replay_states(
         {.chunks = chunks(), .states = own_states(call_, data(first)), .maps = pass_.maps(), .replay = replay()},
@@ -281,33 +290,26 @@ class Backward {
                             {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside}, stream_);
   }
 
-  void portable_replay_gradients(const kernels::StateGradients& ends, const kernels::ReverseReplay& reverse_replay,
-                                 const kernels::RankMaps& maps) const {
-    const Pass::PortableGrid grid = pass_.portable_grid(maps);
-    kernels::portable_replay_gradients({.chunks = backward_chunks(),
+  // Launches portable_replay_gradients, which writes the gradients after each chunk or, with `writes_maps`, dZ.
+  void portable_replay_gradients(const kernels::Chunks& chunks, const kernels::StateGradients& ends,
+                                 bool writes_maps) const {
+    kernels::portable_replay_gradients({.chunks = chunks,
+                                        .forward_gates = workspace_[workspace_.gates],
                                         .output_gradient = output_gradient(),
                                         .ends = ends,
-                                        .reverse_replay = reverse_replay,
-                                        .maps = maps,
+                                        .grad_states = grad_states(),
+                                        .reverse_skips = workspace_[workspace_.reverse_skips],
+                                        .reverse_replay = reverse_replay(),
+                                        .writes_maps = writes_maps,
                                         .scale = static_cast<float>(*call_.scale),
-                                        .ctas = grid.ctas,
-                                        .value_tiles = grid.value_tiles},
+                                        .value_tiles = value_tiles(call_.V, kNarrowTile)},
                                        {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
-  }
-
-  Tensor portable_maps() const {
-    Tensor maps = allocate_maps(call_);
-    if (maps.size(0) > 0) {
-      const std::optional<Tensor>& last = call_.grad_final_state;
-      portable_replay_gradients(ends(data(last), nullptr), {.dh = nullptr, .u = nullptr},
-                                pass_.rank_maps(maps, last.has_value()));
-    }
-    return maps;
   }
 
   void replay_gradients(const std::optional<Tensor>& last, const Tensor& dh0) const {
     if (d_.portable) {
-      return portable_replay_gradients(ends(data(last), dh0.mutable_data_ptr()), reverse_replay(), kNoRankMaps);
+      return portable_replay_gradients(backward_chunks(), ends(data(last), dh0.mutable_data_ptr()),
+                                       /*writes_maps=*/false);
     }
     kernels::replay_gradients({.chunks = backward_chunks(),
                                .output_gradient = output_gradient(),

@@ -55,7 +55,7 @@ bool can_fuse(const ForwardShape& shape) {
 // The lengths of segments that the host considers, in chunks. The first one is 0: no segments. Over ranks 0 is left out
 // if there are other lengths, because the maps come from segments.
 std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& forced) {
-  if (!has_maps(shape) || shape.portable) {
+  if (!has_maps(shape)) {
     return {0};
   }
   if (forced.segment_chunks >= 0) {
@@ -126,11 +126,14 @@ int64_t early_ctas(const Shape& shape) {
 }
 
 std::vector<ForwardPath> paths_of(const ForwardShape& shape, const Override& forced) {
+  std::vector<ForwardPath> paths;
   if (shape.portable) {
-    return {TwoKernels{kNarrowTile}};
+    for (const int64_t segment_chunks : segmentations(shape, forced)) {
+      paths.push_back(TwoKernels{kNarrowTile, segment_chunks});
+    }
+    return paths;
   }
   require_tile(shape, forced.value_tile);
-  std::vector<ForwardPath> paths;
   for (const int64_t segment_chunks : segmentations(shape, forced)) {
     if (can_fuse(shape)) {
       paths.push_back(segment_chunks == 0 ? ForwardPath{OneKernel{}} : OneKernelOverSegments{segment_chunks});

@@ -30,6 +30,9 @@ constexpr double kChunkReverse = 14000;    // chunk_backward: a chunk
 constexpr double kMapChunk = 1900;         // segment_maps, backward_maps: a chunk of M or Z
 constexpr double kReverseMapChunk = 4400;  // backward_maps: a chunk of dZ
 constexpr double kNext = 7400;             // a CTA's next work tile, without its chunks
+// The portable kernels' recurrences, which differ little: a chunk on an SM of its own, and on a busy one. Measured by
+// benchmarks/backward.py --kernels portable on an H200.
+constexpr double kPortableChunk = 8400, kPortableBusy = 5700;
 
 // A kernel reaches the part kMemoryEfficiency of the memory's peak rate. Its time is the kOverlap-norm of two times:
 // that of its arithmetic alone, and that of its bytes alone.
@@ -39,7 +42,7 @@ constexpr double kOverlap = 4;
 constexpr double kStateWait = 2.5;
 
 // With K > 128 products with a state take kWider times the cycles, and a step of segment_scan kWiderScan times the
-// time.
+// time. So does a step of portable_scan.
 constexpr double kWider = 1.7, kWiderScan = 4;
 
 // Only the device knows the gates. The model assumes that this part of the maps is exact. In the benchmarks all maps of
@@ -157,7 +160,9 @@ double bytes_us(const ForwardShape& shape, double bytes) {
 }
 // Cycles of a kernel with keys of the shape, from those with K = 128.
 double wider(const ForwardShape& shape, double cycles) { return has_wide_keys(shape.K) ? kWider * cycles : cycles; }
-double scan_us(const ForwardShape& shape, double us) { return has_wide_keys(shape.K) ? kWiderScan * us : us; }
+double scan_us(const ForwardShape& shape, double us) {
+  return has_wide_keys(shape.K) || shape.portable ? kWiderScan * us : us;
+}
 double overlapped(double a, double b) {
   const double longer = std::max(a, b);
   return longer == 0 ? 0 : longer * std::pow(1 + std::pow(std::min(a, b) / longer, kOverlap), 1 / kOverlap);
@@ -287,6 +292,27 @@ double around_us(const BackwardShape& shape) {
   return us;
 }
 
+// The portable kernels: the matrices; the maps, if the batch is cut; the recurrence in each of `directions`.
+double portable_us(const ForwardShape& shape, const Lengths& chunks, int64_t segment_chunks, bool cut,
+                   double directions) {
+  const Schedule s = schedule(shape, chunks, cut ? segment_chunks : 0, kNarrowTile);
+  const auto recurrence_us = [&](double busiest) {
+    return kStart + cycles_us(shape, wider(shape, std::max(kPortableChunk * s.length, kPortableBusy * busiest)));
+  };
+  const auto key_tiles = static_cast<double>(value_tiles(instance_K(shape.K), kNarrowTile));
+  double maps = 0;
+  if (cut) {
+    const auto maps_us = [&](double tiles) {
+      return recurrence_us(s.length * kExact * later_segments(s) * tiles / s.sms);
+    };
+    maps = maps_us(key_tiles + s.tiles) + (directions - 1) * maps_us(s.tiles) +
+           directions * scan_us(shape, kScan) * scan_steps(s, 1);
+  } else if (segment_chunks > 0) {
+    maps = idle_us(s, segment_chunks, directions);
+  }
+  return chunk_matrices_us(shape, s) + maps + composition_us(shape, s) + directions * recurrence_us(s.busiest);
+}
+
 // A path's time on a batch that is cut, or on one that the device leaves whole.
 double predict_batch(const ForwardShape& shape, const OneKernel&, const Lengths& chunks, bool) {
   return fused_forward_us(shape, schedule(shape, chunks, 0));
@@ -309,12 +335,21 @@ double with_maps_us(const ForwardShape& shape, const Schedule& s, int64_t segmen
 }
 
 double predict_batch(const ForwardShape& shape, const TwoKernels& path, const Lengths& chunks, bool cut) {
+  if (shape.portable) {
+    return portable_us(shape, chunks, path.segment_chunks, cut, 1);
+  }
   const Schedule s = schedule(shape, chunks, cut ? path.segment_chunks : 0, path.value_tile);
   return chunk_matrices_us(shape, s) + chunk_forward_us(shape, path.value_tile, s) +
          with_maps_us(shape, s, path.segment_chunks, cut, 1);
 }
 
 double predict_batch(const ForwardShape& shape, const BackwardPath& path, const Lengths& chunks, bool cut) {
+  if (shape.portable) {
+    const Schedule whole = schedule(shape, chunks, 0);
+    const double token_gradients = 8 * kPortableBusy * whole.H_v * whole.total / whole.sms;  // as measured
+    return kStart + cycles_us(shape, wider(shape, token_gradients)) +
+           portable_us(shape, chunks, path.segment_chunks, cut, 2);
+  }
   const Schedule s = schedule(shape, chunks, cut ? path.segment_chunks : 0);
   const double gradients = has_wide_keys(shape.K)
                                ? 2 * kStart + replay_gradients_us(shape, s) + token_gradients_us(shape, s)

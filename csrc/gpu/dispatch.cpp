@@ -26,9 +26,6 @@ bool always_cut(const Shape& shape, const Override& forced) { return forced.alwa
 template <typename DirectionShape>
 auto fastest(const DirectionShape& shape, const Override& forced) {
   const auto paths = paths_of(shape, forced);
-  if (shape.portable) {  // one path, which the cost model does not know
-    return Choice{paths.front(), 0.0};
-  }
   Choice found = {paths.front(), predict(shape, paths.front(), always_cut(shape, forced))};
   for (const auto& path : paths) {
     if (const double us = predict(shape, path, always_cut(shape, forced)); us < found.us) {
@@ -114,9 +111,6 @@ Record decide_once(const DirectionShape& shape, Override forced) {
     Record found;
   };
   thread_local std::optional<Decision> last;
-  if (shape.portable) {
-    forced = {};
-  }
   if (!may_cut(shape) && forced.segment_chunks != 0) {
     forced.segment_chunks = forced.cut_above = 0;
   }

@@ -56,8 +56,7 @@ struct Dispatch {
   double predicted_us;  // the cost model's time on the GPU
 
   bool uses_cp() const { return segment_chunks > 0; }
-  // Whether segments have maps. The portable kernels compute those of ranks over whole sequences.
-  bool has_maps() const { return uses_cp() || (over_ranks && !portable); }
+  bool has_maps() const { return uses_cp() || over_ranks; }
   // Slots of Z, or of dZ. Over ranks there is one more: Z of the last segment is in the slot after it, dZ of the first
   // segment in the slot before it.
   int64_t map_slots() const { return has_maps() ? segments + over_ranks : 0; }

@@ -1,6 +1,6 @@
 // The forward: the plan, the chunks' matrices, with context parallelism the segments' maps and their scan, then states
 // and output. The fused kernel does everything after the plan. Other GPUs than Hopper's have kernels of their own for
-// the matrices, for states and output, and for the maps of ranks, and never cut a sequence.
+// the matrices, the maps, the scan, and states and output.
 
 #include "gpu/arguments.h"
 #include "gpu/dispatch.h"
@@ -72,9 +72,6 @@ class Forward {
   // compose_maps expects Z of segment s in slot s. Z is in slot s + 1 of the region.
   Begun begun() {
     begin();
-    if (d_.portable) {
-      return {portable_maps(), workspace_.storage()};
-    }
     const float* const offsets = workspace_[workspace_.states] + state_rows(call_.H_v, call_.K, call_.V);
     return {pass_.compose(/*reverse=*/false, pass_.maps(), offsets, call_.initial_state), workspace_.storage()};
   }
@@ -174,24 +171,19 @@ class Forward {
   }
 
   void segment_maps() const {
+    if (d_.portable) {
+      return pass_.portable_maps(pass_.map_chunks(), /*has_reverse=*/false);
+    }
     kernels::segment_maps(
         {.chunks = pass_.map_chunks(), .maps = pass_.maps(), .memory = memory(), .short_last = d_.short_maps_last},
         {.dtype = pass_.dtype(), .K = pass_.K(), .partial = d_.over_ranks || has_wide_keys(call_.K)}, stream_);
-  }
-
-  Tensor portable_maps() const {
-    Tensor maps = allocate_maps(call_);
-    if (maps.size(0) > 0) {
-      pass_.portable_replay(pass_.chunks(), own_states(call_, data(call_.initial_state)), kNoReplay,
-                            pass_.rank_maps(maps, call_.initial_state.has_value()));
-    }
-    return maps;
   }
 
   void portable_forward() const {
     kernels::portable_forward({.chunks = pass_.chunks(),
                                .states = states_.numbers,
                                .kept = states_.kept,
+                               .maps = pass_.maps(),
                                .o = out_.o.mutable_data_ptr(),
                                .h = data_if(call_.output_h, out_.h),
                                .has_h = call_.output_h,

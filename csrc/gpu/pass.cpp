@@ -126,38 +126,44 @@ void Pass::make_plan(const States& states, int64_t dropped, const kernels::Memor
   flash_qla::make_plan(call_, sizes(), states, cuts, plan(), memory, stream_);
 }
 
-kernels::RankMaps Pass::rank_maps(const Tensor& maps, bool has_ends) const {
-  const auto [mapped_0, mapped_1] = mapped_sequences(call_);
-  return {.rank_maps = maps.mutable_data_ptr(),
-          .mapped = maps.size(0),
-          .mapped_0 = mapped_0,
-          .mapped_1 = mapped_1,
-          .has_ends = has_ends};
-}
-
-void Pass::portable_replay(const kernels::Chunks& chunks, const kernels::States& states, const kernels::Replay& replay,
-                           const kernels::RankMaps& maps) const {
-  const PortableGrid grid = portable_grid(maps);
+void Pass::portable_maps(const kernels::Chunks& chunks, bool has_reverse) const {
   kernels::portable_replay({.chunks = chunks,
-                            .states = states,
-                            .replay = replay,
-                            .maps = maps,
-                            .ctas = grid.ctas,
-                            .value_tiles = grid.value_tiles},
+                            .states = own_states(call_, nullptr),
+                            .maps = maps(),
+                            .replay = {.h = nullptr, .v_new = nullptr, .v_new_row = 0, .v_new_head = 0},
+                            .writes_maps = true,
+                            .has_reverse = has_reverse,
+                            .value_tiles = value_tiles(call_.V, kNarrowTile) + value_tiles(K(), kNarrowTile)},
                            {.dtype = dtype(), .K = K()}, stream_);
 }
 
-Pass::PortableGrid Pass::portable_grid(const kernels::RankMaps& maps) const {
-  const int64_t of_values = value_tiles(call_.V, kNarrowTile);
-  if (maps.mapped == 0) {
-    return {.ctas = d_.segments * call_.H_v * of_values, .value_tiles = of_values};
-  }
-  const int64_t tiles = of_values + value_tiles(call_.K, kNarrowTile);
-  return {.ctas = maps.mapped * call_.H_v * tiles, .value_tiles = tiles};
+void Pass::portable_scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool has_initial_state,
+                         const Tensor* composed) const {
+  const auto [mapped_0, mapped_1] = mapped_sequences(call_);
+  const int64_t of_values = value_tiles(call_.V, kPortableScanRows);
+  const int64_t row_tiles = composed ? of_values + value_tiles(call_.K, kPortableScanRows) : of_values;
+  const int64_t sequences = composed ? composed->size(0) : call_.N;
+  kernels::portable_scan({.sizes = sizes(),
+                          .plan = plan(),
+                          .maps = maps,
+                          .states = states,
+                          .has_initial_state = has_initial_state,
+                          .composed = composed ? composed->mutable_data_ptr() : nullptr,
+                          .mapped_0 = mapped_0,
+                          .mapped_1 = mapped_1,
+                          .row_tiles = row_tiles,
+                          .ctas = sequences * call_.H_v * row_tiles,
+                          .mapped = composed ? sequences : 0,
+                          .map_rows = call_.V + call_.K,
+                          .key_channels = call_.K},
+                         {.K = K(), .reverse = reverse}, stream_);
 }
 
 void Pass::scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool concurrent,
                 const kernels::Memory& memory) const {
+  if (d_.portable) {
+    return portable_scan(reverse, maps, states, false, nullptr);
+  }
   const int64_t sms = gpu_of(call_.q).card.sm_count;
   const auto pieces = [&](int64_t columns) { return call_.N * call_.H_v * ceil_div(call_.V, columns); };
   kernels::SegmentScanParams instance = {.dtype = dtype(), .K = K(), .reverse = reverse, .columns = kNarrowScanColumns};
@@ -178,6 +184,10 @@ Tensor Pass::compose(bool reverse, const kernels::Maps& maps, const float* offse
                      const std::optional<Tensor>& initial) const {
   Tensor composed = allocate_maps(call_);
   if (composed.size(0) == 0) {
+    return composed;
+  }
+  if (d_.portable) {
+    portable_scan(reverse, maps, own_states(call_, data(initial)), initial.has_value(), &composed);
     return composed;
   }
   const auto [mapped_0, mapped_1] = mapped_sequences(call_);

@@ -37,7 +37,7 @@ struct Shape {
   bool use_qk_l2norm = false;
   int64_t K = 128, V = 128;
   bool fp16 = false;        // q is fp16
-  bool over_ranks = false;  // a call of ranks (ranks.h); on Hopper each sequence is cut, because the cuts give its maps
+  bool over_ranks = false;  // a call of ranks (ranks.h): each sequence is cut, because the cuts give its maps
   bool portable = false;    // the kernels that run on every GPU from Ampere on, in the place of Hopper's
 
   int64_t group() const { return H_v / H_k; }  // value heads of a query/key head

@@ -13,8 +13,8 @@ __device__ __forceinline__ Number* number_at(Number* numbers, int dtype, int64_t
   const char* const at = reinterpret_cast<const char*>(numbers) + i * bytes;
   return const_cast<Number*>(reinterpret_cast<const Number*>(at));
 }
-template <typename Number>
-__device__ __forceinline__ Number* chosen(bool first, Number* a, Number* b) {
+template <typename A, typename B>
+__device__ __forceinline__ auto* chosen(bool first, A* a, B* b) {
   return first ? a : b;
 }
 
@@ -78,15 +78,14 @@ __device__ __forceinline__ void for_places(Use use) {
   }
 }
 
-// fragment = columns of S from a caller's state. `state` points to the first column. Channels and columns that the
-// state lacks are zeros.
-template <int kColumns, bool kFloat8>
-__device__ __forceinline__ void read_state_columns(float* fragment, const void* state, int dtype, int stride_v,
-                                                   int stride_k, int channels, int columns) {
+// fragment = elements of S from a caller's state. for_each(use) calls use(i, k, v) for each element of a thread. Channels
+// and value rows that the state lacks are zeros.
+template <bool kFloat8, typename ForEach>
+__device__ __forceinline__ void read_state_elements(float* fragment, const void* state, int dtype, int stride_v,
+                                                    int stride_k, int channels, int rows, ForEach for_each) {
   const auto read = [=]<typename T>(T, auto number) {
-    for_places<kColumns>([=](int i, int k, int v) {
-      fragment[i] =
-          k < channels && v < columns ? number(static_cast<const T*>(state)[v * stride_v + k * stride_k]) : 0.f;
+    for_each([=](int i, int k, int v) {
+      fragment[i] = k < channels && v < rows ? number(static_cast<const T*>(state)[v * stride_v + k * stride_k]) : 0.f;
     });
   };
   const auto number = [](auto x) { return to_float(x); };
@@ -99,6 +98,14 @@ __device__ __forceinline__ void read_state_columns(float* fragment, const void* 
   } else {
     read(float(), number);
   }
+}
+
+// fragment = columns of S. `state` points to the first column.
+template <int kColumns, bool kFloat8>
+__device__ __forceinline__ void read_state_columns(float* fragment, const void* state, int dtype, int stride_v,
+                                                   int stride_k, int channels, int columns) {
+  read_state_elements<kFloat8>(fragment, state, dtype, stride_v, stride_k, channels, columns,
+                               [](auto use) { for_places<kColumns>(use); });
 }
 
 // rows[v][k] = S[k][v] for columns of S, where rows are `stride` floats apart.

@@ -11,9 +11,10 @@ This is states/chunk_forward.py with the instructions that all these GPUs have: 
 threads of a CTA do the same, without roles. Read it first to learn how the algorithm works.
 
 forward.cpp launches [segments * H_v * value tiles] CTAs of four warps. A CTA has ROWS value rows of one head of one
-sequence. Their state stays in registers from the first chunk to the last, as S^T: a warp has 16 rows of it, so that S^T
-and everything that follows from it (V_new^T, O^T) is the left factor of the next product without leaving the warp. The
-right factors come from shared memory, where K and Q are [token, channel], and L^T and P^T arrive transposed already.
+segment, which is a whole sequence unless that would leave SMs idle. Their state stays in registers from the first chunk
+to the last, as S^T: a warp has 16 rows of it, so that S^T and everything that follows from it (V_new^T, O^T) is the
+left factor of the next product without leaving the warp. The right factors come from shared memory, where K and Q are
+[token, channel], and L^T and P^T arrive transposed already.
 
 Shared memory holds one chunk, and K and Q of the next one. A tile is loaded again as soon as all warps have read it:
 
@@ -22,21 +23,22 @@ Shared memory holds one chunk, and K and Q of the next one. A tile is loaded aga
     compute chunk c       | S K, S Q | V_new, S', O             |store O|
                           sync       sync                       sync
 
-A sequence is processed in runs of chunks, each up to the next checkpoint (plan/runs.cuh); after each run the state is
+A segment is processed in runs of chunks, each up to the next checkpoint (plan/runs.cuh); after each run the state is
 written. If `rounds` is set, the recurrence goes on with the state as it was stored, rounded.
 """
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Checkpoints, Chunks, Sizes, States
+from kernels_tl.bundles import Checkpoints, Chunks, Maps, Sizes, States
 from kernels_tl.config import PORTABLE_FORWARD
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, dims, element_type, extern
 from kernels_tl.core.cta import fragments, kilobytes_of, load_segment_early, shared
-from kernels_tl.core.state_view import CHECKPOINT, FINAL, chosen, is_checkpoint
-from kernels_tl.layout import NARROW_TILE as ROWS, NO_STATE, Dtype, ForwardGate, SegmentColumn
+from kernels_tl.core.state_view import CHECKPOINT, FINAL, FirstState, chosen, is_checkpoint
+from kernels_tl.layout import NARROW_TILE as ROWS, Dtype, ForwardGate, SegmentColumn
 from kernels_tl.portable.tiles import (
     PRELUDE,
     Full,
+    begin_state,
     chunk_of,
     load_gates,
     load_rows,
@@ -169,6 +171,7 @@ def portable_forward(dtype, K):
         chunks: Chunks(sizes, dtype),
         states: States(sizes, float8=True),
         kept: Checkpoints(sizes),
+        maps: Maps(sizes, "float32", K),  # only the states
         o: T.Tensor([sizes.tokens, H_v, value_dim], dtype),
         h: T.Tensor([h_slots, H_v, value_dim, key_dim], dtype),
         has_h: T.int32,
@@ -195,9 +198,7 @@ def portable_forward(dtype, K):
                 load_matrices(tiles, matrices, first, hv)
                 load_values(tiles, tokens, hv, v0, first)
 
-            T.clear(r.S)
-            if segment.initial != NO_STATE:
-                initial.read(r.S, segment.initial, hv, v0)
+            begin_state(r.S, at, FirstState(segment.initial, initial, maps.states))
 
             c = T.alloc_var("int32", init=0)
             row = T.alloc_var("int32", init=segment.row)

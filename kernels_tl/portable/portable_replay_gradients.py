@@ -8,10 +8,15 @@ gradients/replay_gradients.py does on Hopper. Chunk by chunk, from the last one 
     dh   dS', the gradient of the state after the chunk   [chunk_slots, H_v, value_rows, K] 16-bit, V-first
     u    U                                                [tokens, H_v, V] 16-bit
 
-backward.cpp launches [sequences * H_v * value tiles] CTAs of four warps. A CTA has ROWS value rows of dS^T of one head
-of one sequence in registers, from its last chunk to its first; everything is transposed, as in portable_forward.py.
-portable_token_gradients computes the gradients of the inputs from dh and u. For ranks it computes the maps of the
-gradients instead, as portable_replay.py those of the states.
+backward.cpp launches [segments * H_v * value tiles] CTAs of four warps. A CTA has ROWS value rows of dS^T of one head
+of one segment in registers, from its last chunk to its first; everything is transposed, as in portable_forward.py.
+portable_token_gradients computes the gradients of the inputs from dh and u.
+
+With `writes_maps` it writes neither of them but dZ of the maps dS' -> M^T dS' + dZ of the segments, for portable_scan.
+portable_replay has computed M.
+
+    grad_states    dZ^T of segment s in slot s - 1    [segment_slots, H_v, value_rows, K] fp32
+    reverse_skips  1 where the gates make M^T negligible: then dZ comes from the first few chunks alone
 
 dS is computed as gamma_1 times the same sum with gamma / gamma_1 in the place of gamma: 16 bits hold gamma / gamma_1
 however small gamma is.
@@ -19,23 +24,24 @@ however small gamma is.
 
 import tilelang.language as T
 
-from kernels_tl.bundles import Chunks, OutputGradient, RankMaps, ReverseReplay, Sizes, StateGradients
+from kernels_tl.bundles import Chunks, OutputGradient, ReverseReplay, Sizes, StateGradients
 from kernels_tl.config import PORTABLE_REPLAY_GRADIENTS
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, element_type, extern
-from kernels_tl.core.cta import fragments, load_segment_early, shared
-from kernels_tl.layout import NARROW_TILE as ROWS, NO_STATE, BackwardGate
+from kernels_tl.core.cta import fragments, load_segment_early, shared, z_slot
+from kernels_tl.core.state_view import FirstState
+from kernels_tl.layout import NARROW_TILE as ROWS, BackwardGate, ForwardGate, SegmentFlag
 from kernels_tl.portable.tiles import (
     PRELUDE,
     Full,
     begin_state,
     chunk_of,
+    chunk_that_matters,
     load_gates,
     load_rows,
     load_triangle,
     locate,
-    locate_map,
+    store_map,
     store_transposed,
-    write_map,
 )
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
@@ -116,45 +122,66 @@ def portable_replay_gradients(dtype, K):
         for i, j in T.Parallel(ROWS, K):
             r.dS[i, j] *= gates[GAMMA]
 
+    @T.macro
+    def chunks_of_map(at, segment, gates, reverse_skips):
+        """The chunks of dZ, from the first one on; none for the first segment of a sequence."""
+        chunks = T.alloc_var("int32", init=0)
+        if (segment.flags % SegmentFlag.LAST == 0) & (segment.chunks > 0):
+            last = T.alloc_var("int32", init=chunk_that_matters("last", gates, segment, at.hv))
+            if (at.v0 == 0) & (T.get_thread_binding() == 0):
+                reverse_skips[at.n, at.hv] = T.Select(last < 0, 0, 1)
+            chunks = T.Select(last < 0, segment.chunks, last + 1)
+        return chunks
+
     @T.prim_func
     def main(
         chunks: Chunks(sizes, dtype, BackwardGate),
+        forward_gates: T.Tensor([sizes.chunk_slots, sizes.H_v, ForwardGate.COUNT, C], "float32"),
         output_gradient: OutputGradient(sizes, dtype),
         ends: StateGradients(sizes),
+        grad_states: T.Tensor([sizes.segment_slots, sizes.H_v, sizes.value_rows, K], "float32"),
+        reverse_skips: T.Tensor([sizes.segment_slots, sizes.H_v], "int32"),
         reverse_replay: ReverseReplay(sizes, dtype, K),
-        maps: RankMaps(sizes),
+        writes_maps: T.int32,
         scale: T.float32,
-        ctas: T.int32,
-        value_tiles: T.int32,  # tiles of ROWS rows, and of rows of M
+        value_tiles: T.int32,  # tiles of ROWS rows
     ):
-        with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE) as cta:
+        with T.Kernel(sizes.segment_slots * sizes.H_v * value_tiles, threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             r = make_registers()
             last, first = (ends.view(T.access_ptr(x[0], mode)) for x, mode in ((ends.dht, "r"), (ends.dh0, "w")))
             offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
             column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
             T.pdl_sync()
-            at = locate_map(locate(cta, sizes, value_tiles), maps, chunks.plan, sizes)
-            segment = load_segment_early(chunks.plan.segments, at.slot)
-            begin_state(r.dS, at, maps, segment.final, last)
-            for c in T.serial(segment.chunks):
-                chunk = chunk_of(segment, segment.chunks - 1 - c, 0)
+            at = locate(cta, sizes, value_tiles)
+            segment = load_segment_early(chunks.plan.segments, at.n)
+            left = T.alloc_var("int32", init=segment.chunks)
+            if writes_maps != 0:
+                left = chunks_of_map(at, segment, forward_gates, reverse_skips)
+                T.clear(r.dS)
+            else:
+                begin_state(r.dS, at, FirstState(segment.final, last, grad_states))
+            has_map = T.alloc_var("int32", init=T.Select((writes_maps != 0) & (left > 0), 1, 0))
+            while left > 0:
+                left -= 1
+                chunk = chunk_of(segment, left, 0)
                 of_outputs = (output_gradient.grad_o, output_gradient.grad_o_row)
                 load(tiles, chunks.tokens, *of_outputs, chunks.matrices, chunk, at.hk, at.hv, at.v0)
-                if maps.mapped == 0:
+                if writes_maps == 0:
                     dh_rows = (T.access_ptr(reverse_replay.dh[chunk.slot, at.hv, at.v0, 0], "w"), K, ROWS, K)
                     extern(f"round_and_store_state<{element}, {K}>", r.dS.data, *dh_rows)
                 step(r, tiles, offset, column, scale)
                 T.sync_threads()  # all tiles have been read
-                if maps.mapped == 0:
+                if writes_maps == 0:
                     to = T.access_ptr(reverse_replay.u[chunk.row, at.hv, at.v0], "w")
                     stride = T.Cast("int64", sizes.H_v) * sizes.value_dim
                     columns = T.Cast("int32", sizes.value_dim) - at.v0
                     store_transposed(r.U, tiles.dO, offset, element, to, stride, chunk.length, columns)
-            if maps.mapped > 0:
-                write_map(r.dS, at, maps, sizes)
+            if writes_maps != 0:
+                if has_map != 0:
+                    store_map(r.dS, T.access_ptr(grad_states[z_slot(at.n, reverse=True), at.hv, at.v0, 0], "w"))
             else:
-                if segment.initial != NO_STATE:
+                if segment.initial >= 0:
                     first.write(r.dS, segment.initial, at.hv, at.v0)
 
     return main

@@ -1,19 +1,20 @@
-"""What the portable kernels share: their work tiles, the maps that ranks exchange, and copies between shared and global
-memory by all threads (portable/tiles.cuh).
+"""What the portable kernels share: their work tiles, the maps of segments, and copies between shared and global memory
+by all threads (portable/tiles.cuh).
 
 A replay of states, forward or in reverse, also computes maps. Value rows of S^T do not depend on each other, and the
-sequence maps each row by the same M^T. So rows of Z^T are value rows that start from the given state, or from zero, and
-rows of M^T are value rows that start from the identity, with zeros as values.
+segment maps each row by the same M^T. So rows of Z^T are value rows that start from zero, and rows of M^T are value
+rows that start from the identity, with zeros as values.
 """
 
 import tilelang.language as T
 
-from kernels_tl.core.common import extern, load_early
+from kernels_tl.core.common import C, extern
 from kernels_tl.core.cta import Variables
-from kernels_tl.layout import NARROW_TILE, NO_STATE, Dtype, SequenceColumn
+from kernels_tl.layout import NARROW_TILE, NO_STATE, Dtype, ForwardGate
 
 PRELUDE = """
 #include "core/state_tiles.cuh"
+#include "maps/segments.cuh"
 #include "plan/runs.cuh"
 #include "portable/tiles.cuh"
 """
@@ -21,8 +22,8 @@ Full = T.GemmWarpPolicy.FullRow  # each warp has 16 rows of a product
 
 
 def locate(cta, sizes, value_tiles):
-    """The work tile of a CTA of [segments * H_v * value tiles]: segment n, which is a whole sequence, value head hv and
-    its query/key head hk, and v0, the first of NARROW_TILE value rows."""
+    """The work tile of a CTA of [segments * H_v * value tiles]: segment n, value head hv and its query/key head hk, and
+    v0, the first of NARROW_TILE value rows."""
     H_v = T.Cast("int32", sizes.H_v)
     found = Variables(part=T.truncdiv(cta, value_tiles))
     found.and_also(v0=(cta - found.part * value_tiles) * NARROW_TILE, n=T.truncdiv(found.part, H_v))
@@ -30,36 +31,27 @@ def locate(cta, sizes, value_tiles):
     return found.and_also(hk=T.truncdiv(found.hv, sizes.group))
 
 
-def locate_map(at, maps, plan, sizes):
-    """The work tile `at` of a kernel that may compute maps: the slot of its segment, and m0, the first row of M^T;
-    below 0 in tiles of Z^T. Without maps it is the tile of locate."""
-    which = T.Select(at.n == 0, maps.mapped_0, maps.mapped_1)
-    is_map = T.Cast("int32", maps.mapped) > 0
-    slot = T.if_then_else(is_map, load_early(plan.sequences[which, SequenceColumn.SEGMENT]), at.n)
-    rows = T.truncdiv(T.Cast("int32", sizes.value_dim) + (NARROW_TILE - 1), NARROW_TILE) * NARROW_TILE
-    return at.and_also(slot=slot, m0=T.Select(is_map, at.v0 - rows, -1))
-
-
 @T.macro
-def begin_state(S, at, maps, slot, view):
-    """S^T before the first chunk: zeros, the state in a slot of `view`, or rows of the identity."""
+def begin_state(S, at, first):
+    """S^T before the first chunk: the FirstState `first`, or zeros."""
     T.clear(S)
-    if at.m0 >= 0:
-        for i, j in T.Parallel(*S.shape):
-            S[i, j] = T.Select(at.m0 + i == j, 1.0, 0.0)
-    else:
-        if (slot != NO_STATE) & ((T.Cast("int32", maps.mapped) == 0) | (maps.has_ends != 0)):
-            view.read(S, slot, at.hv, at.v0)
+    if first.slot != NO_STATE:
+        first.read(S, at.n, at.hv, at.v0)
 
 
 @T.macro
-def write_map(S, at, maps, sizes):
-    """Rows of Z^T or M^T, where S^T ends."""
-    value_dim, key_dim = T.Cast("int32", sizes.value_dim), T.Cast("int32", sizes.key_dim)
-    row = T.alloc_var("int32", init=T.Select(at.m0 < 0, at.v0, value_dim + at.m0))
-    rest = T.alloc_var("int32", init=T.Select(at.m0 < 0, value_dim - at.v0, key_dim - at.m0))
-    to = T.access_ptr(maps.rank_maps[at.n, at.hv, row, 0], "w")
-    extern(f"write_state<{int(S.shape[1])}, false>", S.data, to, Dtype.FLOAT32, True, key_dim, rest, key_dim)
+def store_map(S, to):
+    """Rows of Z^T or of M^T to a matrix of K fp32 channels."""
+    rows, K = (int(extent) for extent in S.shape)
+    extern(f"write_state<{K}, false>", S.data, to, Dtype.FLOAT32, True, K, rows, K)
+
+
+def chunk_that_matters(which, gates, segment, hv):
+    """The `first` chunk of a segment that matters to the state after it, or the `last` one that matters to the gradient
+    before it, by maps/segments.cuh; -1: what lies on the other side of the segment may matter too."""
+    bounds = T.access_ptr(gates[segment.first, hv, ForwardGate.TOTAL, 1], "r")
+    stride = T.Cast("int64", gates.shape[1]) * (ForwardGate.COUNT * C)
+    return extern(f"{which}_chunk_that_matters", bounds, stride, segment.chunks, returns="int32")
 
 
 @T.macro
