@@ -11,7 +11,7 @@ from accuracy import relative_error
 from test_decode_region_drafts import BARS, Case, expected, make
 
 import flash_qla
-from flash_qla.integrations import _engines, _vllm_layer, vllm
+from flash_qla.integrations import _engines, _layers, _vllm_layer, vllm
 
 PREFIX = "model.layers.0.linear_attn"
 
@@ -262,7 +262,7 @@ def test_the_constructor(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     case = Case(**ONE)
     x = make(case, "cpu")
-    monkeypatch.setattr(_vllm_layer, "_said", set())
+    _layers.say.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(Layer, "__init__", _vllm_layer.with_region(Layer.__init__))
     for capability, change, why in (

@@ -17,8 +17,8 @@ import torch
 import flash_qla
 from flash_qla import _binary
 from flash_qla._layout import MOST_VALUE_DIM
+from flash_qla.integrations._layers import is_plain, slots_of
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NEXT = ("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")  # Qwen3-Next
 _PACKED = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Qwen3.5
 _SEPARATE = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")  # OLMo-Hybrid
@@ -59,20 +59,6 @@ def states_of(part: object, width: int) -> tuple[torch.Tensor, torch.Tensor] | N
     return (window, state.mT) if is_known and state.mT.is_contiguous() else None
 
 
-@functools.cache
-def _numbers(count: int, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.arange(count, dtype=torch.int32, device=device)
-
-
-def slots_of(x: torch.Tensor) -> torch.Tensor:
-    """A slot for each row of a batch. In eager mode the same tensor each time, because a kernel would make it."""
-    is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or is_captured:
-        return torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-    return _numbers(x.shape[0], x.device)
-
-
 def forward(
     layer: torch.nn.Module, hidden_states, attention_mask=None, cu_seq_lens_q=None, max_length_q=None, cache=None,
     states=None,
@@ -110,17 +96,12 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if is_on else None
 
 
-def _is_plain(part: torch.nn.Module) -> bool:
-    hidden = any(name in vars(part) for name in ("forward", "_old_forward"))
-    return not hidden and not any(getattr(part, hooks) for hooks in _HOOKS)
-
-
 def why_not(layer: torch.nn.Module, x: torch.Tensor, is_known_norm: Callable) -> str | None:
     """Why a part of the layer is not the op's, or None. is_known_norm: whether a norm runs flash_qla's."""
     conv, norm = layer.conv1d, norm_of(layer)
-    if type(conv) is not torch.nn.Conv1d or not _is_plain(conv):
+    if type(conv) is not torch.nn.Conv1d or not is_plain(conv):
         return "its convolution has a hook, or is another one"
-    if not is_known_norm(norm) or not _is_plain(norm) or len(norm.weight) > MOST_VALUE_DIM:
+    if not is_known_norm(norm) or not is_plain(norm) or len(norm.weight) > MOST_VALUE_DIM:
         return "its norm has a hook, or is another one"
     if not 2 <= conv.kernel_size[0] <= 4 or getattr(layer, "activation", "silu") not in ("silu", "swish"):
         return f"its convolution has {conv.kernel_size[0]} taps and {getattr(layer, 'activation', 'silu')}"

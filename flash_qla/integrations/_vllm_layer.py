@@ -15,7 +15,6 @@ vLLM's kernel.
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -24,29 +23,11 @@ import torch
 
 import flash_qla
 from flash_qla._layout import DECODE_TOKENS
+from flash_qla.integrations import _layers
 from flash_qla_environment import is_not_off
 
 NULL_INDEX = 0  # vLLM's null slot
-_said = set()
-_layers = weakref.WeakKeyDictionary()  # those with the path -> whether vLLM's own configuration gave it to them
-
-
-def why_not(layer: torch.nn.Module, dtype: torch.dtype, windows: torch.dtype, states: torch.dtype) -> str | None:
-    """Why a layer does not get the path, or None. `windows` and `states`: the dtypes of its pools."""
-    norm, weight = layer.norm, layer.conv1d.weight
-    K, V, group = layer.head_k_dim, layer.head_v_dim, layer.num_v_heads // layer.num_k_heads
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        return "it needs a GPU of compute capability 9.0"
-    if dtype != torch.bfloat16 or {windows, weight.dtype} != {dtype}:
-        return f"the model has {dtype}, its convolution {weight.dtype} and the windows {windows}, expected bfloat16"
-    if states not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"states have {states}"
-    if K > 128 or K % 8 or V % 8 or group * V > 512 or weight.shape[-1] != 4:
-        return f"K = {K}, V = {V}, {group} value heads of a key head, {weight.shape[-1]} taps"
-    if norm.activation not in ("silu", "swish", "sigmoid") or layer.activation not in ("silu", "swish"):
-        return f"the activations are {layer.activation} and {norm.activation}"
-    plain = norm.norm_before_gate and norm.group_size in (None, V) and getattr(norm, "bias", None) is None
-    return None if plain else "the norm has a bias, groups, or the gate before it"
+_with_path = weakref.WeakKeyDictionary()  # those with the path -> whether vLLM's own configuration gave it to them
 
 
 def with_region(theirs: Callable) -> Callable:
@@ -55,26 +36,20 @@ def with_region(theirs: Callable) -> Callable:
     @functools.wraps(theirs)
     def __init__(self, config, vllm_config, prefix="", gqa_interleaved_layout=False, reduce_results=True):
         theirs(self, config, vllm_config, prefix, gqa_interleaved_layout, reduce_results)
-        reason = why_not(self, vllm_config.model_config.dtype, *self.get_state_dtype())
+        reason = _layers.why_not(self, vllm_config.model_config.dtype, *self.get_state_dtype())
         self.has_flash_qla_region = reason is None
         if reason is None:
-            _layers[self] = self.enable_fused_gdn_spec_decode
+            _with_path[self] = self.enable_fused_gdn_spec_decode
             self.enable_fused_gdn_spec_decode = True
-        if reason not in _said:
-            _said.add(reason)
-            log = logging.getLogger("vllm.flash_qla")
-            if reason is None:
-                log.info("flash_qla runs a layer's convolution, delta rule and norm as one call")
-            else:
-                log.info("a layer's convolution, delta rule and norm run one by one: %s", reason)
+        _layers.say("vllm", reason)
 
     return __init__
 
 
 def restore() -> None:
     """Give the layers vLLM's own path again: without this module's method it does not know tokens by key heads."""
-    while _layers:
-        layer, is_fused = _layers.popitem()
+    while _with_path:
+        layer, is_fused = _with_path.popitem()
         layer.has_flash_qla_region, layer.enable_fused_gdn_spec_decode = False, is_fused
 
 
@@ -137,9 +112,7 @@ def _windows(layer) -> torch.Tensor:
 def _of_call(layer, windows: torch.Tensor, slots: torch.Tensor) -> tuple[tuple, dict]:
     """Weights and pools, and the norm and more by name, as both of flash_qla's functions take them."""
     weights = (layer.conv1d.weight.flatten(1), layer.conv1d.bias, layer.norm.weight, layer.A_log, layer.dt_bias)
-    activation = "sigmoid" if layer.norm.activation == "sigmoid" else "silu"
-    named = {"null_index": NULL_INDEX, "norm_eps": layer.layer_norm_epsilon, "norm_activation": activation}
-    return (*weights, windows, layer.kv_cache[1], slots), named
+    return (*weights, windows, layer.kv_cache[1], slots), {"null_index": NULL_INDEX} | _layers.norm_options(layer)
 
 
 def decode(layer, metadata, mixed_qkvz, ba, core_attn_out, tokens: int | None = None) -> None:
@@ -199,10 +172,6 @@ def packed_parts(layer, mixed_qkvz: torch.Tensor, ba: torch.Tensor) -> tuple[tor
 
 def parts(layer, mixed_qkvz: torch.Tensor, ba: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """mixed, z, b and a of the projections, as views."""
-    K, V, group = layer.head_k_dim, layer.head_v_dim, layer.num_v_heads // layer.num_k_heads
-    H_k = layer.num_k_heads // layer.tp_size
-    if layer.gqa_interleaved_layout:
-        mixed, z = mixed_qkvz.unflatten(-1, (H_k, -1)).split([2 * K + group * V, group * V], -1)
-        return mixed, z.unflatten(-1, (group, V)), *ba.unflatten(-1, (H_k, -1)).split(group, -1)
-    mixed, z = mixed_qkvz.split([H_k * (2 * K + group * V), H_k * group * V], -1)
-    return mixed, z.unflatten(-1, (-1, V)), *ba.split(H_k * group, -1)
+    H_k, group = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.num_k_heads
+    sizes = (H_k, group, layer.head_k_dim, layer.head_v_dim)
+    return _layers.parts(mixed_qkvz, ba, *sizes, layer.gqa_interleaved_layout)
