@@ -33,7 +33,8 @@ class Replacement:
         absent: {module: {name there: value}}, for names that are None or False because the package of their functions
             is not installed. use() leaves other values as they are.
         methods: {module: {"Class.method": function of the engine's own method that returns ours}}. If a release has not
-            all of a module's methods, with the arguments of ours, it keeps its own, and a line of its log says so.
+            all of a module's methods, with the arguments of ours, it keeps its own, and a line of its log says so. A
+            module without functions is not imported: its methods are replaced when the engine imports it.
         package: the engine's name on PyPI.
         run: releases of it that have run on these functions. A line of the engine's log names any other release.
     """
@@ -59,7 +60,7 @@ class Replacement:
         self._package, self.run = package, run
         self._originals = {}
         self._said = set()
-        self._is_waiting = False
+        self._is_in_use = self._is_waiting = False
 
     def use(self) -> None:
         """Import the modules, and put everything in place, or nothing.
@@ -72,6 +73,9 @@ class Replacement:
         found = [self._choose(importlib.import_module(path)) for path in paths]
         for chosen in found:
             self._put(chosen)
+        self._is_in_use = True
+        others = [path for path in self._methods if path not in paths]
+        self._when_imported(others, lambda module: self._put(self._choose(module)))
 
     def use_when_imported(self, report: Callable[[str, Exception | None], None]) -> None:
         """Put the functions of a module in place as soon as the engine has imported it.
@@ -82,14 +86,28 @@ class Replacement:
         """
 
         def use(module: ModuleType) -> None:
-            error = None
+            error, path = None, module.__name__
             try:
-                self._put(self._choose(module))
+                chosen = self._choose(module)
+                self._put(chosen)
             except Exception as e:
                 error = e
-            report(f"{', '.join(self.functions[module.__name__])} of {module.__name__}", error)
+            if path in self.functions:
+                report(f"{', '.join(self.functions[path])} of {path}", error)
+            elif error or chosen:
+                report(f"{', '.join(self._methods[path])} of {path}", error)
 
-        for path in self.functions:
+        self._is_in_use = True
+        self._when_imported([*dict.fromkeys((*self.functions, *self._methods))], use)
+
+    def _when_imported(self, paths: list[str], function: Callable[[ModuleType], None]) -> None:
+        """Call function(module) for each of these modules as soon as it is imported, unless restore() was called."""
+
+        def use(module: ModuleType) -> None:
+            if self._is_in_use:
+                function(module)
+
+        for path in paths:
             if path in sys.modules or not self._is_waiting:
                 when_imported(path, use, f"{path} does not call flash_qla")
         self._is_waiting = True
@@ -137,7 +155,8 @@ class Replacement:
             self._name_a_release_that_has_not_run()
         for module, name, theirs, ours in chosen:
             self._originals[module, name] = theirs
-            setattr(module, name, self._where_measured(name, ours, theirs) if callable(theirs) else ours)
+            is_function = callable(theirs) and not isinstance(module, type)  # a method looks at the GPU itself
+            setattr(module, name, self._where_measured(name, ours, theirs) if is_function else ours)
 
     def _where_measured(self, name: str, ours: Callable, theirs: Callable) -> Callable:
         """`ours`, but `theirs` for tensors on GPUs that keep theirs."""
@@ -193,6 +212,7 @@ class Replacement:
 
     def restore(self) -> None:
         """Give the modules their own functions again."""
+        self._is_in_use = False
         while self._originals:
             (module, name), theirs = self._originals.popitem()
             setattr(module, name, theirs)

@@ -14,11 +14,15 @@ sequence whose slot is negative has no state. With --enable-deterministic-infere
 on the batch. Other backends stay in use: on Hopper, prefill runs FlashInfer unless --linear-attn-prefill-backend is
 triton.
 
+On Hopper a step of decoding without drafts of a layer of Qwen3-Next and Qwen3.5 in bf16 is one call between its
+projections: _sglang_layer.py says which steps. SGLang's layer runs the others with the functions of this module. Its
+log says so, or why every step does.
+
 Written for SGLang 0.5.12 to 0.5.23. SGLang 0.5.17 has generated text on the functions of the delta rule on an H100:
 eagerly, in CUDA graphs, with the radix cache, with drafts, and with --enable-linear-replayssm. They have been compared
-with the kernels of 0.5.23. Other releases, and causal_conv1d_fn and fused_qkv_split_gdn_prefill in all of them, have
-been compared by signatures, and the functions run with the arguments that their layers pass. Gates and norm stay
-SGLang's, because its other backends take the gates, and the norm is the model's.
+with the kernels of 0.5.23. Other releases, and causal_conv1d_fn, fused_qkv_split_gdn_prefill and the layer's forward in
+all of them, have been compared by signatures, and the functions run with the arguments that their layers pass. Outside
+of that call gates and norm stay SGLang's, because its other backends take the gates, and the norm is the model's.
 """
 
 import sys
@@ -27,6 +31,7 @@ import torch
 
 import flash_qla
 from flash_qla._layout import CHUNK
+from flash_qla.integrations import _sglang_layer
 from flash_qla.integrations._engines import (
     Replacement,
     earlier,
@@ -282,13 +287,18 @@ _replacement = Replacement(
             "causal_conv1d_fn": (causal_conv1d_fn,),
         },
     },
+    methods={
+        "sglang.srt.models.qwen3_next": {"Qwen3GatedDeltaNet.forward": _sglang_layer.with_region(by_key_heads=True)},
+        "sglang.srt.models.qwen3_5": {"Qwen3_5GatedDeltaNet.forward": _sglang_layer.with_region(by_key_heads=False)},
+    },
     package="sglang",
     run=("0.5.17",),
 )
 
 
 def use_flash_qla() -> None:
-    """Have SGLang's Gated DeltaNet layers call the functions of this module, in this process.
+    """Have SGLang's Gated DeltaNet layers call the functions of this module, in this process, and decode in one call
+    where they can.
 
     Raises:
         ImportError: SGLang cannot be imported.
