@@ -1,8 +1,12 @@
-"""FLA's GatedDeltaNet layer with its region on flash_qla: three convolutions, the delta rule and the gated norm.
+"""FLA's GatedDeltaNet layer with its region on flash_qla.
 
-use() replaces the forward of FLA's class. A call whose parts are the known ones runs `forward` of this module; FLA's
-own forward runs every other call, whose delta rule FLA dispatches to flash_qla. The projections stay three, so nothing
-is concatenated.
+use() replaces the forward of FLA's class. If a layer's parts are the known ones, flash_qla runs
+
+  training and prefill          three convolutions, the delta rule and the gated norm; the projections stay three, so
+                                nothing is concatenated
+  one token after a cache's     decode_gated_delta_net, on the cache's windows and state, in place
+
+FLA's own forward runs every other call, whose delta rule FLA dispatches to flash_qla.
 """
 
 import functools
@@ -18,12 +22,12 @@ from flash_qla._binary import MOST_KEY_DIM
 from flash_qla._layout import HEAD_DIM_STEP, MOST_VALUE_DIM
 from flash_qla.integrations import _fla_backend
 from flash_qla.integrations._gpus import REASON, keeps_theirs
+from flash_qla.integrations._layers import is_plain, slots_of
 
 _LAYER = gated_deltanet.GatedDeltaNet
 _their_forward = _LAYER.forward
 _PARAMETERS = ("self", "hidden_states", "attention_mask", "past_key_values", "use_cache", "output_attentions", "kwargs")
 _CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FEW_TOKENS = 64  # FLA decodes up to so many without gradients
 
 
@@ -31,9 +35,7 @@ def _of_part(part: torch.nn.Module, expected: type) -> str | None:
     """Why a part is not what flash_qla computes, or None."""
     if type(part) is not expected:
         return f"a {type(part).__name__}, not a {expected.__name__}"
-    if "forward" in vars(part) or any(getattr(part, x) for x in _HOOKS):
-        return "hooked"
-    return None
+    return None if is_plain(part) else "hooked"
 
 
 def _of_layer(layer: torch.nn.Module, dtype: torch.dtype) -> str | None:
@@ -91,22 +93,96 @@ def forward(
     **kwargs,
 ):
     """GatedDeltaNet.forward, in FLA's arguments and results."""
-    T = hidden_states.shape[1]
-    is_decoding = not torch.is_grad_enabled() and ((T <= _FEW_TOKENS and not self.training) or self.mode != "chunk")
-    if is_decoding or utils.get_layer_cache(self, past_key_values) is not None:  # FLA's parts keep the states
+
+    def theirs():
         return _their_forward(
             self, hidden_states, attention_mask, past_key_values, use_cache, output_attentions, **kwargs
         )
+
+    T, cu_seqlens = hidden_states.shape[1], kwargs.get("cu_seqlens")
+    last = utils.get_layer_cache(self, past_key_values)
+    is_decoding = not torch.is_grad_enabled() and ((T <= _FEW_TOKENS and not self.training) or self.mode != "chunk")
+    continues = is_decoding or last is not None
+    if continues and not (use_cache and cu_seqlens is None and _is_next_token(self, hidden_states, last)):
+        return theirs()
+    whole = "decoding as one op" if continues else "convolutions, delta rule and norm"
     reason = _of_call(self, hidden_states)
     parts = "the delta rule alone" if reason is None else "nothing"
-    reason = reason or _of_layer(self, _dtype_of(self, hidden_states))
+    dtype = _dtype_of(self, hidden_states)
+    reason = reason or _of_layer(self, dtype)
+    if reason is None and continues:
+        reason = _of_decoding(self, last, len(hidden_states), dtype)
     if not torch.compiler.is_compiling():
-        _say(f"{parts} ({reason})" if reason else "convolutions, delta rule and norm")
+        _say(f"{parts} ({reason})" if reason else whole)
     if reason is not None:
-        return _their_forward(
-            self, hidden_states, attention_mask, past_key_values, use_cache, output_attentions, **kwargs
-        )
-    return _forward(self, hidden_states, attention_mask, past_key_values, use_cache, kwargs.get("cu_seqlens"))
+        return theirs()
+    if continues:
+        return _decode(self, hidden_states, attention_mask, past_key_values, last)
+    return _forward(self, hidden_states, attention_mask, past_key_values, use_cache, cu_seqlens)
+
+
+def _is_next_token(layer: torch.nn.Module, x: torch.Tensor, last: dict | None) -> bool:
+    """Whether a call decodes one token of each sequence after a cache's, outside of torch.compile."""
+    is_step = x.shape[1] == 1 and not (torch.is_grad_enabled() or layer.training or torch.compiler.is_compiling())
+    return is_step and last is not None and last["conv_state"] is not None and last["recurrent_state"] is not None
+
+
+def _of_decoding(layer: torch.nn.Module, last: dict, N: int, dtype: torch.dtype) -> str | None:
+    """Why decode_gated_delta_net does not take the parts that _of_layer takes, or None."""
+    convolutions = [getattr(layer, name) for name in _CONVOLUTIONS]
+    if len({(x.kernel_size[0], x.bias is None, x.weight.dtype) for x in convolutions}) > 1:
+        return "its convolutions differ in taps, bias or dtype"
+    if {x.activation for x in convolutions} - {"silu", "swish"}:
+        return "a convolution's activation is not silu"
+    width = convolutions[0].kernel_size[0]
+    for x, convolution in zip(last["conv_state"], convolutions, strict=True):
+        expected = (N, convolution.weight.shape[0], width)
+        if x is None or x.dtype != dtype or x.shape != expected:
+            came = None if x is None else f"{[*x.shape]} in {x.dtype}"
+            return f"a window of its cache is {came}, not {[*expected]} in {dtype}"
+    return None
+
+
+class _Windows(tuple):
+    """A layer's windows in FLA's cache, [N, channels, W] each: views of `whole`, [N, D, W]."""
+
+    whole: torch.Tensor
+
+
+def _windows(windows: tuple) -> _Windows:
+    """The same in one tensor, which they stay in at the next tokens. FLA's cache makes tuples again, as in beams."""
+    if type(windows) is _Windows:
+        return windows
+    whole = torch.cat(tuple(windows), 1)
+    found = _Windows(whole.split([x.shape[1] for x in windows], 1))
+    found.whole = whole
+    return found
+
+
+def _decode(layer, hidden_states, attention_mask, past_key_values, last):
+    """forward for one token of each sequence, [N, 1, hidden_size]. FLA too writes the windows in place."""
+    convolutions, V = [getattr(layer, name) for name in _CONVOLUTIONS], layer.head_v_dim
+    mixed = torch.cat([getattr(layer, name)(hidden_states) for name in ("q_proj", "k_proj", "v_proj")], -1)
+    weight = torch.cat([x.weight for x in convolutions])
+    bias = None if convolutions[0].bias is None else torch.cat([x.bias for x in convolutions])
+    windows, state = _windows(last["conv_state"]), last["recurrent_state"].contiguous()
+    slots = slots_of(hidden_states)
+    if attention_mask is not None:  # a sequence whose token is padding has no slot
+        slots = torch.where(attention_mask[:, -1] != 0, slots, -1)
+    y = flash_qla.decode_gated_delta_net(
+        mixed, layer.g_proj(hidden_states).unflatten(-1, (-1, V)), layer.a_proj(hidden_states),
+        layer.b_proj(hidden_states), weight, bias, layer.o_norm.weight, layer.A_log, layer.dt_bias, windows.whole,
+        state, slots, allow_neg_eigval=layer.allow_neg_eigval, norm_eps=layer.o_norm.eps,
+        norm_activation=_norm_activation(layer),
+    )  # fmt: skip
+    utils.update_layer_cache(
+        module=layer, past_key_values=past_key_values, recurrent_state=state, conv_state=windows, offset=1
+    )
+    return layer.o_proj(y.flatten(-2)), None, past_key_values
+
+
+def _norm_activation(layer: torch.nn.Module) -> str:
+    return "sigmoid" if layer.o_norm.activation == "sigmoid" else "silu"
 
 
 def _forward(self, hidden_states, attention_mask, past_key_values, use_cache, cu_seqlens):
@@ -139,9 +215,8 @@ def _forward(self, hidden_states, attention_mask, past_key_values, use_cache, cu
     utils.update_layer_cache(
         module=self, past_key_values=past_key_values, recurrent_state=state, conv_state=windows, offset=T
     )
-    activation = "sigmoid" if self.o_norm.activation == "sigmoid" else "silu"
     z = self.g_proj(hidden_states).unflatten(-1, (-1, V))
-    y = flash_qla.gated_rms_norm(o, z, self.o_norm.weight, eps=self.o_norm.eps, activation=activation)
+    y = flash_qla.gated_rms_norm(o, z, self.o_norm.weight, eps=self.o_norm.eps, activation=_norm_activation(self))
     y = self.o_proj(y.flatten(-2))
     y = utils.repad_hidden_states(hidden_states=y, indices=indices, batch_size=rows, q_len=T)
     return y, None, past_key_values

@@ -28,9 +28,10 @@ use_flash_qla registers FLA's backend for flash_qla with other conditions:
 
 It also replaces the forward of FLA's GatedDeltaNet layer. Where its parts are three ShortConvolution of 2 to 4 taps and
 a FusedRMSNormGated, without hooks and in bf16 or fp16, all between the projections runs in flash_qla, without
-concatenating the projections. Other layers (LoRA or quantization on a part, another norm), and calls that continue a
-cache or decode, keep FLA's parts around flash_qla's delta rule. One line of the log says which parts run, and why:
-logging.getLogger("fla.flash_qla").
+concatenating the projections. One token of each sequence after a cache's is one op, which writes the cache's windows
+and state in place. Other layers (LoRA or quantization on a part, another norm), and calls that continue a cache with
+more tokens or decode without one, keep FLA's parts around flash_qla's delta rule. One line of the log says which parts
+run, and why: logging.getLogger("fla.flash_qla").
 
 FLA_FLASH_QLA=0 in the environment switches flash_qla off inside FLA. Written for fla-core 0.6.0.
 """

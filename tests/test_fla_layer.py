@@ -1,0 +1,218 @@
+"""FLA's GatedDeltaNet layer decoding one token after its cache's, against the formula in float64.
+
+FLA's own step is made of Triton kernels, which a CPU does not have.
+"""
+
+import copy
+
+import pytest
+import torch
+from accuracy import relative_error
+from dispatched import Ran
+from test_fla import as_on_hopper, change_hook, change_norm, integration, layer_inputs, whole_layer
+from test_region import formula
+
+from flash_qla.integrations import _fla_layer as fla_layer
+
+utils = pytest.importorskip("fla.models.utils", reason="FLA's models (flash-linear-attention) are not installed")
+__all__ = ["as_on_hopper", "integration"]  # fixtures
+OP, BAR = "decode_gated_delta_net", 2e-2
+PREFILL, STEPS = 70, 4
+
+
+def expected(layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y of all tokens, the state after them and the windows' inputs, by the plain formula of the region in fp64."""
+    inputs = [getattr(layer, f"{part}_proj")(x) for part in "qkv"]
+    layer, x = copy.deepcopy(layer).double(), x.double()
+    convolutions = [getattr(layer, f"{part}_conv1d") for part in "qkv"]
+    bias = torch.cat([y.bias for y in convolutions]) if layer.conv_bias else None
+    weights = torch.cat([y.weight[:, 0] for y in convolutions]), bias, layer.o_norm.weight
+    mixed = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], -1)
+    z = layer.g_proj(x).unflatten(-1, (layer.num_v_heads, -1))
+    y, states, _ = formula(
+        mixed, z, layer.a_proj(x), layer.b_proj(x), *weights, layer.A_log, layer.dt_bias, layer.num_heads,
+        layer.head_k_dim, norm_eps=layer.o_norm.eps, allow_neg_eigval=layer.allow_neg_eigval, state_v_first=True,
+        norm_activation="sigmoid" if layer.o_norm.activation == "sigmoid" else "silu",
+    )  # fmt: skip
+    return layer.o_proj(y.flatten(-2)), states, inputs
+
+
+def randomized(device: str, **sizes):
+    """A layer in eval mode; each of its parameters matters."""
+    layer = whole_layer(device, **sizes).eval()
+    generator = torch.Generator().manual_seed(2)
+    for name, x in layer.named_parameters():
+        if name == "o_norm.weight" or name.endswith("bias"):
+            x.data.copy_(torch.randn(x.shape, generator=generator))
+    return layer
+
+
+def prefilled(layer, x: torch.Tensor):
+    cache = utils.Cache()
+    with torch.no_grad():
+        y, _, _ = layer(x, past_key_values=cache, use_cache=True)
+    return y, cache
+
+
+WHOLE = {
+    "plain": {},
+    "bias, sigmoid, W = 3": {"output_gate_activation": "sigmoid", "conv_bias": True, "conv_size": 3},
+    "other numbers": {"num_v_heads": 2, "allow_neg_eigval": True, "norm_eps": 0.1, "conv_bias": True},
+}
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode), ids=lambda x: x.__name__)
+@pytest.mark.parametrize("name", WHOLE)
+def test_steps(name, mode, device, integration, caplog):
+    """One op each, and FLA's cache after them: windows of W inputs, the state, and the number of tokens."""
+    fla_layer._say.cache_clear()
+    layer = randomized(device, **WHOLE[name])
+    x = layer_inputs("batch", device)[0][:, : PREFILL + STEPS]
+    y, cache = prefilled(layer, x[:, :PREFILL])
+    with mode(), Ran() as ran, caplog.at_level("INFO", "fla.flash_qla"):
+        outputs = [y]
+        for token in x[:, PREFILL:].split(1, 1):
+            y, nothing, found = layer(token, past_key_values=cache, use_cache=True)
+            outputs.append(y)
+            assert found is cache and nothing is None
+    assert ran.ops == [OP] * STEPS and caplog.messages == ["flash_qla runs decoding as one op of GatedDeltaNet"]
+    wanted, states, inputs = expected(layer, x)
+    for found, y in zip(torch.cat(outputs, 1)[:, PREFILL:].split(1, 1), wanted[:, PREFILL:].split(1, 1), strict=True):
+        assert relative_error(found, y) < BAR
+    for window, of_projection in zip(cache[0]["conv_state"], inputs, strict=True):
+        assert torch.equal(window, of_projection[:, -layer.conv_size :].mT)
+    assert relative_error(cache[0]["recurrent_state"], states) < BAR and cache.get_seq_length() == PREFILL + STEPS
+
+
+def test_padding(device, integration):
+    """A sequence whose token is padding keeps its windows and state, and has zeros."""
+    layer = randomized(device)
+    x = layer_inputs("batch", device)[0][:, : PREFILL + 1]
+    _, cache = prefilled(layer, x[:, :PREFILL])
+    _, whole = prefilled(layer, x[:, :PREFILL])
+    before = [y.clone() for y in (*cache[0]["conv_state"], cache[0]["recurrent_state"])]
+    mask = torch.ones(2, PREFILL + 1, dtype=torch.int64, device=device)
+    with torch.no_grad():
+        wanted, _, _ = layer(x[:, PREFILL:], mask, whole, use_cache=True)
+        assert torch.equal(wanted, layer(x[:, PREFILL:], None, prefilled(layer, x[:, :PREFILL])[1], use_cache=True)[0])
+        mask[1, -1] = 0
+        y, _, _ = layer(x[:, PREFILL:], mask, cache, use_cache=True)
+    assert torch.equal(y[0], wanted[0]) and not y[1].any()
+    after = (*cache[0]["conv_state"], cache[0]["recurrent_state"])
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[1], new[1]) and not torch.equal(old[0], new[0])
+
+
+@pytest.mark.parametrize("change", ("reorder_cache", "deepcopy"))
+def test_a_changed_cache(change, integration):
+    """Beams and copies have windows of their own, and a copied cache is not written."""
+    layer = randomized("cpu")
+    x = layer_inputs("batch", "cpu")[0][:, : PREFILL + 2]
+    y, cache = prefilled(layer, x[:, :PREFILL])
+    with torch.no_grad():
+        layer(x[:, PREFILL : PREFILL + 1], past_key_values=cache, use_cache=True)
+        whole = cache[0]["conv_state"].whole
+        kept, state = whole.clone(), cache[0]["recurrent_state"].clone()
+        if change == "deepcopy":
+            other = copy.deepcopy(cache)
+            assert other[0]["conv_state"].whole.data_ptr() == other[0]["conv_state"][0].data_ptr() != whole.data_ptr()
+        else:
+            other = cache
+            other.reorder_cache(torch.tensor([1, 0]))
+            x = x.flip(0)
+        y, _, _ = layer(x[:, -1:], past_key_values=other, use_cache=True)
+    assert torch.equal(whole, kept)
+    assert change == "reorder_cache" or torch.equal(cache[0]["recurrent_state"], state)
+    assert relative_error(y, expected(layer, x)[0][:, -1:]) < BAR
+
+
+def test_the_windows_stay_in_one_tensor(integration):
+    layer = randomized("cpu")
+    x = layer_inputs("batch", "cpu")[0]
+    _, cache = prefilled(layer, x[:, :PREFILL])
+    memory = set()
+    with torch.no_grad():
+        for token in x[:, PREFILL:].split(1, 1):
+            layer(token, past_key_values=cache, use_cache=True)
+            memory.add((cache[0]["conv_state"].whole.data_ptr(), cache[0]["recurrent_state"].data_ptr()))
+    assert len(memory) == 1
+
+
+@pytest.mark.parametrize("mode", (torch.inference_mode, torch.enable_grad), ids=lambda x: x.__name__)
+def test_a_prefill_in_another_mode(mode, integration):
+    layer, cache = randomized("cpu"), utils.Cache()
+    x = layer_inputs("batch", "cpu")[0][:, : PREFILL + 2]
+    with mode():
+        layer(x[:, :PREFILL], past_key_values=cache, use_cache=True)
+        state = cache[0]["recurrent_state"]
+        assert state.is_inference() or state.requires_grad
+    with torch.no_grad():
+        for token in x[:, PREFILL:].split(1, 1):
+            y, _, _ = layer(token, past_key_values=cache, use_cache=True)
+    assert relative_error(y, expected(layer, x)[0][:, -1:]) < BAR
+
+
+def change_taps(layer):
+    layer.k_conv1d.bias = torch.nn.Parameter(torch.zeros(128, dtype=torch.bfloat16))
+
+
+def change_activation(layer):
+    layer.q_conv1d.activation = None
+
+
+CHANGES = {
+    "the delta rule alone (q_conv1d is hooked)": change_hook,
+    "the delta rule alone (o_norm is a RMSNorm, not a FusedRMSNormGated)": change_norm,
+    "the delta rule alone (its convolutions differ in taps, bias or dtype)": change_taps,
+    "the delta rule alone (a convolution's activation is not silu)": change_activation,
+}
+
+
+@pytest.mark.parametrize("text", CHANGES)
+def test_layers_of_other_parts(text, integration, monkeypatch, caplog):
+    """FLA's own forward decodes, and the log says why."""
+    layer = randomized("cpu")
+    x = layer_inputs("batch", "cpu")[0][:, : PREFILL + 1]
+    _, cache = prefilled(layer, x[:, :PREFILL])
+    CHANGES[text](layer)
+    fla_layer._say.cache_clear()
+    monkeypatch.setattr(fla_layer, "_their_forward", lambda *arguments, **named: "theirs")
+    with torch.no_grad(), caplog.at_level("INFO", "fla.flash_qla"):
+        assert layer(x[:, PREFILL:], past_key_values=cache, use_cache=True) == "theirs"
+    assert caplog.messages == [f"flash_qla runs {text} of GatedDeltaNet"]
+
+
+def test_other_calls_are_theirs(integration, monkeypatch):
+    layer = randomized("cpu")
+    x = layer_inputs("batch", "cpu")[0][:, : PREFILL + 2]
+    _, cache = prefilled(layer, x[:, :PREFILL])
+    before = [y.clone() for y in (*cache[0]["conv_state"], cache[0]["recurrent_state"])]
+    monkeypatch.setattr(fla_layer, "_their_forward", lambda *arguments, **named: "theirs")
+    token, given = x[:, PREFILL : PREFILL + 1], {"past_key_values": cache, "use_cache": True}
+    with torch.no_grad():
+        assert layer(x[:, PREFILL:], **given) == "theirs"  # two tokens
+        assert layer(token) == layer(token, past_key_values=utils.Cache(), use_cache=True) == "theirs"
+        assert layer(token, **given | {"use_cache": False}) == "theirs"
+        assert layer(token[:1], **given, cu_seqlens=torch.tensor([0, 1])) == "theirs"
+        assert layer(token[:1], **given) == "theirs"  # another batch
+        assert torch.compile(layer, backend="eager")(token, **given) == "theirs"
+        layer.train()
+        assert layer(token, **given) == "theirs"
+        layer.eval()
+    assert layer(token, **given) == "theirs"  # with gradients
+    for old, new in zip(before, (*cache[0]["conv_state"], cache[0]["recurrent_state"]), strict=True):
+        assert torch.equal(old, new)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_beside_fla(integration):
+    """FLA's own kernels go on from flash_qla's cache, and flash_qla from theirs."""
+    layer = randomized("cuda")
+    x = layer_inputs("batch", "cuda")[0][:, : PREFILL + STEPS]
+    _, cache = prefilled(layer, x[:, :PREFILL])
+    outputs = []
+    for n, token in enumerate(x[:, PREFILL:].split(1, 1)):
+        forward = layer.forward if n % 2 == 0 else lambda *a, **b: fla_layer._their_forward(layer, *a, **b)
+        outputs.append(forward(token, past_key_values=cache, use_cache=True)[0])
+    assert relative_error(torch.cat(outputs, 1), expected(layer, x)[0][:, PREFILL:]) < 5e-2
