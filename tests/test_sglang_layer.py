@@ -294,6 +294,17 @@ def test_layers_that_do_not_fit(change, of_case, why, engine, on_hopper, caplog)
     assert why in message
 
 
+def test_a_backend_that_does_not_fit(engine, on_hopper, caplog):
+    caplog.set_level(logging.INFO)
+    case = CASES[0]
+    x = make(case, "cpu")
+    backend = type("WithoutTracking", (), vars(OfNewerReleases(x)))()
+    batch = engine.set_backend(backend)
+    sglang.use_flash_qla()
+    assert layer_of(engine, x, case)(tokens_of(x), batch) == "theirs"
+    assert "'WithoutTracking' object has no attribute '_track_mamba_state_decode'" in caplog.text
+
+
 def test_another_gpu(engine, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     case = CASES[0]
