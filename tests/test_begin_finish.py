@@ -159,7 +159,6 @@ def test_nothing_is_left_of_decayed_states(segments):
 
 
 @pytest.mark.gpu
-@pytest.mark.hopper
 def test_what_is_negligible_is_dropped():
     """M of a segment is made where its norm may be 2^-20, and is 0, to the last bit, where it is at most 2^-28."""
     case = Case(T=128, H_k=1, H_v=2, gate="zero", beta="0.01")

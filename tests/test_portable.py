@@ -51,28 +51,27 @@ def test_backward(case):
     check_backward(case, "cuda")
 
 
-# In splits: gates that keep all states, some and none; a state of the caller in another layout; wide keys
+# In splits of so many chunks: gates that keep all states, some and none; a caller's state in another layout; wide keys
 SPLIT = (
-    Case(T=330, gate="tiny", H_k=1, H_v=2),
-    Case(T=330, gate="underflow", state_scale=1e4, dtype=FP16),
-    Case(lengths=(330, 0, 64, 200, 65), padding=9, gate="logsigmoid", dtype=FP16, **L2NORM, **ALL_INSIDE, **RAW),
-    Case(B=2, T=200, gate="tiny", K=96, V=72, H_k=1, H_v=3, state_v_first=True, initial_state=BF16),
-    Case(T=200, gate="tiny", K=200, V=136, H_k=1, H_v=1, beta="two"),
+    (1, Case(T=330, gate="tiny", H_k=1, H_v=2)),
+    (2, Case(T=330, gate="underflow", state_scale=1e4, dtype=FP16, H_k=1, H_v=2)),
+    (2, Case(lengths=(330, 0, 64, 200, 65), padding=9, gate="logsigmoid", dtype=FP16, **L2NORM, **ALL_INSIDE, **RAW)),
+    (1, Case(B=2, T=200, gate="tiny", K=96, V=72, H_k=1, H_v=3, state_v_first=True, initial_state=BF16)),
+    (1, Case(T=200, gate="tiny", K=200, V=136, H_k=1, H_v=1, beta="two")),
 )
+of_splits = pytest.mark.parametrize(("chunks", "case"), SPLIT, ids=str)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("chunks", (1, 2))
-@parametrize(*SPLIT)
-def test_split_forward(case, chunks):
+@of_splits
+def test_split_forward(chunks, case):
     with forced_dispatch(forward={"segment_chunks": chunks}):
         check_forward(case, "cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("chunks", (1, 2))
-@parametrize(*SPLIT)
-def test_split_backward(case, chunks):
+@of_splits
+def test_split_backward(chunks, case):
     with forced_dispatch(backward={"segment_chunks": chunks}):
         check_backward(case, "cuda")
 
