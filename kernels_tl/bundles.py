@@ -151,7 +151,7 @@ class Slots(Bundle):
 
 class Plan(Bundle):
     """chunk_plan's tables. `checkpoints`: the slot of the state after each chunk, or NO_STATE. `drawn`: work tiles that
-    CTAs have drawn (states/piece_queue.cuh)."""
+    CTAs have drawn (states/work_queue.cuh)."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -349,14 +349,14 @@ class Outputs(Bundle):
 
 
 class BackwardTables(Bundle):
-    """Tables that chunk_matrices writes for the backward: the gates, and zeros in `turns` (gradients/turns.cuh) and
-    `counters` (gate_gradients)."""
+    """Tables that chunk_matrices writes for the backward: the gates, and zeros in `semaphores`
+    (gradients/semaphores.cuh) and `counters` (gate_gradients)."""
 
     def __init__(self, sizes, gate):
         (head_blocks,) = dims("head_blocks")
         super().__init__(
             backward_gates=T.Tensor([sizes.chunk_slots, sizes.H_v, gate.COUNT, C], "float32"),
-            turns=T.Tensor([sizes.chunk_slots, sizes.H_k], "int32"),
+            semaphores=T.Tensor([sizes.chunk_slots, sizes.H_k], "int32"),
             counters=T.Tensor([head_blocks], "int32"),
             has_backward_gates=T.int32,
         )

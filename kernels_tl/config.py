@@ -111,12 +111,12 @@ PORTABLE_MATRICES_SPILLS = 8  # bytes, once per chunk
 # The portable backward. Tile of the last kernel: value rows at a time. The spilled registers are addresses and, with
 # K = 256, numbers of the state.
 PORTABLE_REPLAY = {
-    128: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=33.25),
+    128: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=33.25, spills=56),
     256: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=49.25, spills=144),
 }
 PORTABLE_REPLAY_GRADIENTS = {
-    128: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=57.25),
-    256: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=89.25, spills=1140),
+    128: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=57.25, spills=48),
+    256: Tile(tile=NARROW_TILE, consumers=WARPGROUP, shared=89.25, spills=1368),
 }
 # Stages: blocks of M.
 PORTABLE_SCAN = {

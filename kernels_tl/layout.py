@@ -229,11 +229,11 @@ class Ring:
 
 class Place:
     """One register of a consumer of fused_forward. The names are the first bits of: its offset in a tile and its column
-    in a fragment (core/tiles.cuh), its warpgroup, the next entry of the ring of work tiles, its phase (TURN has
+    in a fragment (core/tiles.cuh), its warpgroup, the next entry of the ring of work tiles, its phase (WAVE has
     both), its Ring."""
 
-    OFFSET, COLUMN, WARPGROUP, TURN, TURN_PHASE, RING = 0, 16, 20, 21, 23, 24
-    TURNS = 4  # entries of the ring of work tiles
+    OFFSET, COLUMN, WARPGROUP, WAVE, WAVE_PHASE, RING = 0, 16, 20, 21, 23, 24
+    WAVES = 4  # entries of the ring of work tiles
 
 
 class NamedBarrier:

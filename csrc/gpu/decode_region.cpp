@@ -43,14 +43,14 @@ struct Cluster {
 };
 
 // As many CTAs as a cluster may have if the SMs hold all of them at a time. Else half as many, because each CTA
-// computes q and k. A CTA has turn_rows value rows at a time.
-Cluster cluster_of(const DecodeCall& rule, int64_t at_a_time, int64_t turn_rows) {
-  const int64_t turns = ceil_div(values_of(rule), turn_rows), most = std::min<int64_t>(kRegionCtas, turns);
+// computes q and k. A CTA has wave_rows value rows at a time.
+Cluster cluster_of(const DecodeCall& rule, int64_t at_a_time, int64_t wave_rows) {
+  const int64_t waves = ceil_div(values_of(rule), wave_rows), most = std::min<int64_t>(kRegionCtas, waves);
   int64_t ctas = std::bit_floor(static_cast<uint64_t>(most));
   if (ctas > 1 && rule.N * rule.H_k * ctas > at_a_time) {
     ctas /= 2;
   }
-  return {.ctas = ctas, .rows = ceil_div(turns, ctas) * turn_rows};
+  return {.ctas = ctas, .rows = ceil_div(waves, ctas) * wave_rows};
 }
 
 // mixed, z, a and b, in either form.
@@ -207,7 +207,7 @@ kernels::KeptWindows kept_windows_of(const std::optional<Tensor>& kept) {
 kernels::RegionGrid grid_of(const DecodeRegion& region, const auto& facts) {
   const DecodeCall& rule = region.rule();
   const int64_t at_a_time = gpu_of(region.arguments().mixed).card.sm_count * facts.ctas;
-  const Cluster cluster = cluster_of(rule, at_a_time, facts.turn_rows);
+  const Cluster cluster = cluster_of(rule, at_a_time, facts.wave_rows);
   const int64_t waves = has_dtype(rule.state_pool, ScalarType::Float) ? 1 : 2;
   return {.N = rule.N,
           .H_k = rule.H_k,

@@ -31,7 +31,7 @@ ForwardShape shape_of(const Call& call, const States& states) {
 
 // Arguments of chunk_matrices that only the backward has.
 constexpr kernels::BackwardTables kNoBackwardTables = {
-    .backward_gates = nullptr, .turns = nullptr, .counters = nullptr, .has_backward_gates = false};
+    .backward_gates = nullptr, .semaphores = nullptr, .counters = nullptr, .has_backward_gates = false};
 constexpr kernels::Gradients kNoGradients = {};
 
 // The launches of a call, each in a function of the kernel's name.

@@ -116,7 +116,7 @@ struct BackwardWorkspace : PassWorkspace {
         h(d.over_ranks ? reserve<uint16_t>(h_elements(shape, d)) : maps),
         dh(reserve<uint16_t>(d.by_tokens ? d.chunk_slots * state_rows(shape.H_v, shape.K, shape.V) : 0)),
         u(reserve<uint16_t>(d.by_tokens ? value_elements(shape) : 0)),
-        turns(reserve<int32_t>(d.chunk_slots * key_parts(shape.K) * shape.H_k)),
+        semaphores(reserve<int32_t>(d.chunk_slots * key_parts(shape.K) * shape.H_k)),
         db_parts(reserve<float>(d.gate_gradients ? d.gradient_parts * shape.B * shape.T * shape.H_v : 0)),
         dg_parts(reserve<float>(d.gate_gradients ? d.gradient_parts * shape.B * shape.T * shape.H_v : 0)),
         gate_sums(reserve<float>(d.gate_gradients ? d.chunk_slots * shape.H_v * 2 : 0)),
@@ -136,7 +136,7 @@ struct BackwardWorkspace : PassWorkspace {
   const Region<uint16_t> dh;  // [chunk_slots, H_v, rows, K]: the gradient of the state after a chunk
   const Region<uint16_t> u;   // [B * T, H_v, V]
   // With all keys:
-  const Region<int32_t> turns;  // [chunk_slots * key_parts, H_k]: see gradients/turns.cuh
+  const Region<int32_t> semaphores;  // [chunk_slots * key_parts, H_k]: see gradients/semaphores.cuh
   // Only with gate_gradients:
   const Region<float> db_parts, dg_parts;  // [gradient_parts, B * T, H_v]
   const Region<float> gate_sums;           // [chunk_slots, H_v, 2]: a chunk's dA_log and ddt_bias

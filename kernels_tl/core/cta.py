@@ -81,16 +81,16 @@ def z_slot(segment, reverse=False):
     return segment - 1 if reverse else segment + 1
 
 
-class Pieces:
+class WorkTiles:
     """Work tiles: `tiles` parts of the value rows of each head of each segment, in the order of the segments."""
 
     def __init__(self, segment_slots, H_v, tiles=1):
         self.H_v, self.tiles = T.Cast("int32", H_v), tiles
-        self.totals = Variables(pieces=T.Cast("int32", segment_slots * H_v) * tiles)
+        self.totals = Variables(work_tiles=T.Cast("int32", segment_slots * H_v) * tiles)
 
     @property
-    def pieces(self):
-        return self.totals.pieces
+    def work_tiles(self):
+        return self.totals.work_tiles
 
     @T.inline
     def at(self, number):
@@ -109,9 +109,9 @@ def grid_of_tiles(sizes):
 def locate_cta(cta, H_v, tiles):
     """The work tile of a CTA of [segments * H_v * tiles]: segment slot, value head hv, tile, and v0, its first
     value row, of tiles of WIDE_TILE."""
-    piece = Variables(part=T.truncdiv(cta, tiles))
-    piece.and_also(slot=T.truncdiv(piece.part, T.Cast("int32", H_v)), tile=cta - piece.part * tiles)
-    return piece.and_also(hv=piece.part - piece.slot * T.Cast("int32", H_v), v0=piece.tile * WIDE_TILE)
+    work = Variables(part=T.truncdiv(cta, tiles))
+    work.and_also(slot=T.truncdiv(work.part, T.Cast("int32", H_v)), tile=cta - work.part * tiles)
+    return work.and_also(hv=work.part - work.slot * T.Cast("int32", H_v), v0=work.tile * WIDE_TILE)
 
 
 def load_segment_early(segments, segment):
@@ -134,8 +134,8 @@ def load_segment_early(segments, segment):
 
 def locate_tile(cta, sizes, segments):
     """The work tile and the segment of a CTA of grid_of_tiles."""
-    piece = locate_cta(cta, sizes.H_v, T.truncdiv(T.Cast("int32", sizes.value_rows), WIDE_TILE))
-    return piece, load_segment_early(segments, piece.slot)
+    work = locate_cta(cta, sizes.H_v, T.truncdiv(T.Cast("int32", sizes.value_rows), WIDE_TILE))
+    return work, load_segment_early(segments, work.slot)
 
 
 @T.macro

@@ -78,8 +78,8 @@ __device__ __forceinline__ void for_places(Use use) {
   }
 }
 
-// fragment = elements of S from a caller's state. for_each(use) calls use(i, k, v) for each element of a thread. Channels
-// and value rows that the state lacks are zeros.
+// fragment = elements of S from a caller's state. for_each(use) calls use(i, k, v) for each element of a thread.
+// Channels and value rows that the state lacks are zeros.
 template <bool kFloat8, typename ForEach>
 __device__ __forceinline__ void read_state_elements(float* fragment, const void* state, int dtype, int stride_v,
                                                     int stride_k, int channels, int rows, ForEach for_each) {

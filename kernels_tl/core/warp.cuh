@@ -42,19 +42,19 @@ __device__ __forceinline__ int as_of_lane(int x) { return x + (threadIdx.x >= bl
 // an entry of an earlier call.
 __device__ __forceinline__ int load_early(const void* from) { return __ldcg(static_cast<const int*>(from)); }
 
-// The first of the work tiles first, first + step, ... for which is_wanted(tile), or `pieces`. A whole warp calls it;
-// lane i tests the i-th of 32.
-template <typename IsWanted>
-__device__ __forceinline__ int next_wanted(int first, int step, int pieces, IsWanted is_wanted) {
+// The first of the work tiles first, first + step, ... for which is_chosen(tile), or `work_tiles`. A whole warp calls
+// it; lane i tests the i-th of 32.
+template <typename IsChosen>
+__device__ __forceinline__ int next_where(int first, int step, int work_tiles, IsChosen is_chosen) {
   const int lane = threadIdx.x & 31;
-  for (; first < pieces; first += 32 * step) {
-    const int piece = first + lane * step;
-    const unsigned found = __ballot_sync(~0u, piece < pieces && is_wanted(piece));
+  for (; first < work_tiles; first += 32 * step) {
+    const int work = first + lane * step;
+    const unsigned found = __ballot_sync(~0u, work < work_tiles && is_chosen(work));
     if (found != 0) {
       return first + (__ffs(found) - 1) * step;
     }
   }
-  return pieces;
+  return work_tiles;
 }
 
 // Ends a thread whose CTA has no work. At least one CTA of a grid must still wait for the preceding grid, or the

@@ -239,38 +239,38 @@ class Decode {
   __device__ __forceinline__ void by_tensor_cores(auto& shared, int64_t begin, int count, int64_t slot) const {
     if constexpr (kPath == DecodePath::kTensorCores) {
       using Decoder = MmaDecoder<kTokens, K>;
-      constexpr int kTurns = kDecodeTile / (kMmaRows * kDecodeWarps);  // a warp's turns, at most
+      constexpr int kWaves = kDecodeTile / (kMmaRows * kDecodeWarps);  // a warp's waves, at most
       auto* const tile = static_cast<typename Decoder::Tile*>(tiles);
       const State* const state = state_of(slot);
       const int first_row = share.first_row, rows = groups() * kGroupRows;
-      const auto unit = [](int turn) { return turn * kDecodeWarps + warp(); };
+      const auto unit = [](int wave) { return wave * kDecodeWarps + warp(); };
       shared.fetch(tokens, begin, count, first_row, rows, K_, V_);
       commit_copies();
 #pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) {
-        if (unit(turn) * kMmaRows < rows) {
-          Decoder(unit(turn) * kMmaRows, first_row, K_, V_).fetch(tile[unit(turn)], state);
+      for (int wave = 0; wave < kWaves; ++wave) {
+        if (unit(wave) * kMmaRows < rows) {
+          Decoder(unit(wave) * kMmaRows, first_row, K_, V_).fetch(tile[unit(wave)], state);
         }
         commit_copies();
       }
       const auto gates = shared.prepare_gates(plan, tokens, states, share.n, begin, count, slot);
-      wait_for_copies<kTurns>();
+      wait_for_copies<kWaves>();
       __syncthreads();
       shared.prepare(tokens, gates);
 #pragma unroll 1
-      for (int turn = 0; turn < kTurns && unit(turn) * kMmaRows < rows; ++turn) {
-        turn == 0 ? wait_for_copies<kTurns - 1>() : wait_for_copies<0>();
+      for (int wave = 0; wave < kWaves && unit(wave) * kMmaRows < rows; ++wave) {
+        wave == 0 ? wait_for_copies<kWaves - 1>() : wait_for_copies<0>();
         __syncwarp();
-        Decoder decoder(unit(turn) * kMmaRows, first_row, K_, V_);
-        decoder.set(tile[unit(turn)], shared);
+        Decoder decoder(unit(wave) * kMmaRows, first_row, K_, V_);
+        decoder.set(tile[unit(wave)], shared);
         decoder.write_outputs(shared, o + begin * o_stride, o_stride, count);
 #pragma unroll 1
         for (int t = 0; t < count; ++t) {
           const auto places = shared.of_warp().places[t];
           if (places.slot != nullptr || places.kept != nullptr) {
-            decoder.make_state(tile[unit(turn)], shared, t);
+            decoder.make_state(tile[unit(wave)], shared, t);
           }
-          places.for_each([&](State* to) { decoder.write(to, tile[unit(turn)]); });
+          places.for_each([&](State* to) { decoder.write(to, tile[unit(wave)]); });
         }
       }
     }

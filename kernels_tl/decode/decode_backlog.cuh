@@ -100,18 +100,18 @@ __device__ __forceinline__ void prefetch_backlog(const FirstSlots& slots, const 
   prefetch_line(gates + steps - 1);
 }
 
-// A left factor of 16 rows, read in pieces of eight neighbouring channels. In each turn a lane reads a piece of row
+// A left factor of 16 rows, read in pieces of eight neighbouring channels. In each step a lane reads a piece of row
 // lane / 4 and a piece of row lane / 4 + 8, which are its fragments of two mmas. An mma expects other channels in these
 // registers. The products stay the same, because the right factor has its channels in the same order.
 template <int K>
 struct LeftFactor {
-  static constexpr int kPiecesOfTurn = 4;  // one for each of the lanes that share a row
-  static constexpr int kTurns = K / 8 / kPiecesOfTurn;
-  static_assert(K % (8 * kPiecesOfTurn) == 0);
+  static constexpr int kPiecesOfStep = 4;  // one for each of the lanes that share a row
+  static constexpr int kSteps = K / 8 / kPiecesOfStep;
+  static_assert(K % (8 * kPiecesOfStep) == 0);
 
   // The number of the lane's piece in each of the two rows.
-  __device__ __forceinline__ static int piece_of(int turn) {
-    return turn * kPiecesOfTurn + static_cast<int>(threadIdx.x) % 4;
+  __device__ __forceinline__ static int piece_of(int step) {
+    return step * kPiecesOfStep + static_cast<int>(threadIdx.x) % 4;
   }
 };
 
@@ -135,16 +135,16 @@ class TokenRows {
   }
 
   // sums += left [k q]. sums[0] and sums[1] are the products of row lane / 4 with k and q; sums[2] and sums[3] those of
-  // row lane / 4 + 8. left(turn, half) is the lane's piece of row lane / 4 + 8 half. The even columns of the right
+  // row lane / 4 + 8. left(step, half) is the lane's piece of row lane / 4 + 8 half. The even columns of the right
   // factor are k and the odd columns q, so all four lanes that share a row get its products.
   template <typename GetLeft>
   __device__ __forceinline__ void multiply(float (&sums)[4], int key_dim, GetLeft left) const {
     float others[4] = {};  // a second accumulator, so that fewer mmas wait for each other
 #pragma unroll
-    for (int turn = 0; turn < Left::kTurns; ++turn) {
+    for (int step = 0; step < Left::kSteps; ++step) {
       uint4 x = {}, low = {}, high = {};
-      if (8 * Left::piece_of(turn) < key_dim) {
-        x = right(turn), low = left(turn, 0), high = left(turn, 1);
+      if (8 * Left::piece_of(step) < key_dim) {
+        x = right(step), low = left(step, 0), high = left(step, 1);
       }
       multiply_add(Element(), sums, {low.x, high.x, low.y, high.y}, x.x, x.y);
       multiply_add(Element(), others, {low.z, high.z, low.w, high.w}, x.z, x.w);
@@ -158,7 +158,7 @@ class TokenRows {
   template <typename Use>
   __device__ __forceinline__ void multiply_self(int key_dim, Use use) const {
     float sums[4] = {};
-    multiply(sums, key_dim, [&](int turn, int) { return right(turn); });
+    multiply(sums, key_dim, [&](int step, int) { return right(step); });
     if (lane() % 4 == 0 && lane() < 8) {
       use(lane() / 4, sums[0], sums[1]);
     }
@@ -183,9 +183,9 @@ class TokenRows {
 
  private:
   __device__ __forceinline__ static int lane() { return threadIdx.x % kWarp; }
-  __device__ __forceinline__ uint4 right(int turn) const { return rows_[lane() / 4 % 2][Left::piece_of(turn)]; }
+  __device__ __forceinline__ uint4 right(int step) const { return rows_[lane() / 4 % 2][Left::piece_of(step)]; }
 
-  uint4 rows_[2][K / 8 + Left::kPiecesOfTurn];  // k and q are read together: the padding puts them in different banks
+  uint4 rows_[2][K / 8 + Left::kPiecesOfStep];  // k and q are read together: the padding puts them in different banks
   alignas(16) Element v_[kTileRows];
 };
 

@@ -41,7 +41,7 @@ class MmaLaggingRows {
   // Products of the lane's two rows with k and q, summed over all channels.
   using Products = float[4];
   __device__ __forceinline__ void multiply(Products& products, const Tile& tile, const Token& token) const {
-    token.multiply(products, K_, [&](int turn, int half) { return piece(tile, turn, half); });
+    token.multiply(products, K_, [&](int step, int half) { return piece(tile, step, half); });
   }
 
   struct Row {
@@ -53,10 +53,10 @@ class MmaLaggingRows {
                                          float v) const {
     float sums[4] = {};  // S k of both rows, then S q of both rows
 #pragma unroll
-    for (int first = 0; first < kDecodeBacklog; first += kStepsOfTurn) {
+    for (int first = 0; first < kDecodeBacklog; first += kStepsAtATime) {
       if (first < steps) {
 #pragma unroll
-        for (int i = 0; i < kStepsOfTurn; i += 4) {
+        for (int i = 0; i < kStepsAtATime; i += 4) {
           if (const int step = first + i + lane() % 4; step < steps) {
             const float2 factor = factors.of_sums(step);
             float d[2];
@@ -89,11 +89,11 @@ class MmaLaggingRows {
     keys.arrange(token);  // all threads of the CTA wait for each other
     const float own[2] = {change_of_row[row_in_tile()], change_of_row[row_in_tile() + 1]};
 #pragma unroll 1
-    for (int turn = share(); turn < Left::kTurns; turn += shares()) {
+    for (int step = share(); step < Left::kSteps; step += shares()) {
       float S[4][4];  // four pairs of channels: the pair of the first row, then of the second
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint4 own_piece = is_there(turn) ? piece(tile, turn, half) : uint4{};
+        const uint4 own_piece = is_there(step) ? piece(tile, step, half) : uint4{};
         const uint32_t pairs[4] = {own_piece.x, own_piece.y, own_piece.z, own_piece.w};
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
@@ -103,9 +103,9 @@ class MmaLaggingRows {
         }
       }
       // A right factor has eight steps and eight channels: one pair of channels for each lane that shares a row.
-      const int column = lane() / 4, place = turn * Left::kPiecesOfTurn + column / 2;
+      const int column = lane() / 4, place = step * Left::kPiecesOfStep + column / 2;
 #pragma unroll 1
-      for (int first = 0; first <= steps; first += kStepsOfTurn) {
+      for (int first = 0; first <= steps; first += kStepsAtATime) {
         float high[2][2], low[2][2];
         uint32_t pairs[2][4];
 #pragma unroll
@@ -131,11 +131,11 @@ class MmaLaggingRows {
           mma_tf32(S[pair], low[0][0], low[0][1], low[1][0], low[1][1], key[0], key[1]);
         }
       }
-      if (is_there(turn)) {
+      if (is_there(step)) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const auto packed = [&](int pair) { return pack(Element(), S[pair][2 * half], S[pair][2 * half + 1]); };
-          __stcg(reinterpret_cast<uint4*>(state + (row_ + half) * K_ + 8 * Left::piece_of(turn)),
+          __stcg(reinterpret_cast<uint4*>(state + (row_ + half) * K_ + 8 * Left::piece_of(step)),
                  uint4{packed(0), packed(1), packed(2), packed(3)});
         }
       }
@@ -143,7 +143,7 @@ class MmaLaggingRows {
   }
 
  private:
-  static constexpr int kStepsOfTurn = 8;
+  static constexpr int kStepsAtATime = 8;
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % kWarp; }
   __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
@@ -153,9 +153,9 @@ class MmaLaggingRows {
   // The first of the lane's two rows.
   __device__ __forceinline__ static int row_in_part() { return lane() / 4 * 2; }
   __device__ __forceinline__ int row_in_tile() const { return part() * kRows + row_in_part(); }
-  __device__ __forceinline__ bool is_there(int turn) const { return row_ < V_ && 8 * Left::piece_of(turn) < K_; }
-  __device__ __forceinline__ uint4 piece(const Tile& tile, int turn, int half) const {
-    return *reinterpret_cast<const uint4*>(tile + (row_in_tile() + half) * K_ + 8 * Left::piece_of(turn));
+  __device__ __forceinline__ bool is_there(int step) const { return row_ < V_ && 8 * Left::piece_of(step) < K_; }
+  __device__ __forceinline__ uint4 piece(const Tile& tile, int step, int half) const {
+    return *reinterpret_cast<const uint4*>(tile + (row_in_tile() + half) * K_ + 8 * Left::piece_of(step));
   }
 
   const int parts_, row_, K_, V_;

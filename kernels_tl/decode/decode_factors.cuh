@@ -67,7 +67,7 @@ class BacklogFactors {
       const int first = tile * Keys::kTile + lane / 4;
       float sums[4] = {};
       token.multiply(sums, key_dim,
-                     [&](int turn, int half) { return keys.piece(first + 8 * half, Token::Left::piece_of(turn)); });
+                     [&](int step, int half) { return keys.piece(first + 8 * half, Token::Left::piece_of(step)); });
       if (const int half = lane % 4; half < 2) {
         products_[first + 8 * half] = half == 0 ? float2{sums[0], sums[1]} : float2{sums[2], sums[3]};
       }

@@ -90,7 +90,7 @@ struct RegionSizes {
   }
 };
 
-// CTA `rank` of the `ctas` CTAs of a cluster has these value rows of the key head's group, kTurnRows of RegionCta at a
+// CTA `rank` of the `ctas` CTAs of a cluster has these value rows of the key head's group, kWaveRows of RegionCta at a
 // time.
 struct RegionShare {
   int n, hk, rank, ctas, rows;  // rows of a CTA; the last CTAs may have fewer, or none
@@ -103,7 +103,7 @@ struct RegionShare {
 template <typename Element, typename State, int K, int kWarps = kDecodeWarps>
 struct RegionCta {
   using Rows = StateRows<State, K>;
-  static constexpr int kThreads = kWarps * kWarp, kTurnRows = kWarps * kDecodeWarpRows;
+  static constexpr int kThreads = kWarps * kWarp, kWaveRows = kWarps * kDecodeWarpRows;
 
   const RegionNorm& norm;
   const RegionSizes& sizes;
@@ -113,16 +113,16 @@ struct RegionCta {
   __device__ __forceinline__ static int warp() { return threadIdx.x / kWarp; }
   __device__ __forceinline__ int keys() const { return 2 * sizes.K; }  // channels of q and k
   __device__ __forceinline__ int end_row() const { return min(share.first_row() + share.rows, sizes.values()); }
-  // A warp's first row of a turn, as a row of the group. All rows of a warp are of one head, because V is a multiple
+  // A warp's first row of a wave, as a row of the group. All rows of a warp are of one head, because V is a multiple
   // of their number.
-  __device__ __forceinline__ int row_of(int turn) const {
-    return share.first_row() + turn * kTurnRows + warp() * kDecodeWarpRows;
+  __device__ __forceinline__ int row_of(int wave) const {
+    return share.first_row() + wave * kWaveRows + warp() * kDecodeWarpRows;
   }
-  __device__ __forceinline__ int turns() const { return (share.rows + kTurnRows - 1) / kTurnRows; }
+  __device__ __forceinline__ int waves() const { return (share.rows + kWaveRows - 1) / kWaveRows; }
   __device__ __forceinline__ int head_of_row(int row) const { return quotient(row, sizes.inverse_V); }
-  __device__ __forceinline__ int head_of(int turn) const { return min(head_of_row(row_of(turn)), sizes.group - 1); }
-  __device__ __forceinline__ Rows rows_of(int turn) const {
-    const int row = row_of(turn), head = head_of(turn);
+  __device__ __forceinline__ int head_of(int wave) const { return min(head_of_row(row_of(wave)), sizes.group - 1); }
+  __device__ __forceinline__ Rows rows_of(int wave) const {
+    const int row = row_of(wave), head = head_of(wave);
     return Rows(row - head * sizes.V, sizes.K, sizes.V, state_dtype);
   }
   // Elements before the states of a head of the group, in a slot.
@@ -196,7 +196,7 @@ struct RegionCta {
 // Shared memory of a CTA. The cluster's CTAs write o of their value rows into `o` of those that have the same head.
 template <typename Element, typename Rows, int K, int kValues, int kRows>
 struct alignas(16) RegionShared {
-  typename Rows::Tile tiles[kDecodeWarps];  // a turn's value rows of the state
+  typename Rows::Tile tiles[kDecodeWarps];  // a wave's value rows of the state
   float o[kValues];                         // of the heads that the CTA has rows of
   Element keys[2 * K], v[kRows];            // q, and key_dim elements later k
   float after[kRows];                       // factor of the norm: weight act(z)
@@ -265,9 +265,9 @@ struct DecodeRegion : RegionCta<Element, State, K> {
   __device__ __forceinline__ State* state_of(int64_t slot, int head) const {
     return pool + slot * slot_stride + Cta::in_state(head);
   }
-  // A lane copies its own part of a turn's rows, so it waits for its own copies only.
-  __device__ __forceinline__ void fetch(int64_t slot, int turn) const {
-    rows_of(turn).fetch(shared.tiles[warp()], state_of(slot, head_of(turn)));
+  // A lane copies its own part of a wave's rows, so it waits for its own copies only.
+  __device__ __forceinline__ void fetch(int64_t slot, int wave) const {
+    rows_of(wave).fetch(shared.tiles[warp()], state_of(slot, head_of(wave)));
     commit_copies();
   }
   __device__ __forceinline__ Gates load_gates(int head) const {
@@ -423,21 +423,21 @@ struct DecodeRegion : RegionCta<Element, State, K> {
     RawToken<Element, L> raw;
     raw.load_keys(of_head, 0, sizes.K);
     LaneToken<L::kChannels> token = raw.prepare_keys(of_head);
-    const int turns = Cta::turns();
+    const int waves = Cta::waves();
 #pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
+    for (int wave = 0; wave < waves; ++wave) {
       token.decay =
           expf(log_decay(from_bits(gates.a, tokens.activations, Activation::kG), gates.bits, tokens.activations));
       token.beta = step_size(from_bits(gates.b, tokens.activations, Activation::kBeta), tokens.activations);
-      const int head = head_of(turn);
-      Rows rows = rows_of(turn);
+      const int head = head_of(wave);
+      Rows rows = rows_of(wave);
       Rows::await();
       rows.set(shared.tiles[warp()]);
-      if (turn + 1 < turns) {
-        fetch(slot, turn + 1);
-        gates = load_gates(head_of(turn + 1));
+      if (wave + 1 < waves) {
+        fetch(slot, wave + 1);
+        gates = load_gates(head_of(wave + 1));
       }
-      const int own = row_of(turn) + Rows::own_row();
+      const int own = row_of(wave) + Rows::own_row();
       const float v = own < end_row() ? to_float(shared.v[own - share.first_row()]) : 0.f;
       const float out = rows.step(token, v);
       rows.write(state_of(slot, head));

@@ -145,7 +145,7 @@ def decode_region(dtype, K, state_dtype):
     element, state_element = element_type(dtype), element_type(state_dtype)
     constants = f"{element}, {state_element}, {K}, {REGION_VALUES}, {REGION_ROWS}"
     # RegionShared
-    shared_bytes = ONE_TOKEN.turn_rows * K * BYTES[state_dtype]
+    shared_bytes = ONE_TOKEN.wave_rows * K * BYTES[state_dtype]
     shared_bytes += 4 * REGION_VALUES + 2 * (2 * K + REGION_ROWS) + 4 * REGION_ROWS + 2 * (2 * K * TAPS) + 16
 
     def first_slots(slots):

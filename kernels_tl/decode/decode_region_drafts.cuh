@@ -34,7 +34,7 @@ struct WindowColumns {
 // Shared memory of a CTA. A row has a token's q, key_dim elements later k; or the CTA's value rows.
 template <typename Element, typename State, typename Rows, int K, int kWarps, int kValues, int kRows>
 struct alignas(16) DraftShared {
-  typename Rows::Tile tiles[kWarps];                                 // a turn's value rows of the state
+  typename Rows::Tile tiles[kWarps];                                 // a wave's value rows of the state
   float o[kDecodeTokens][kValues];                                   // of the heads that the CTA has rows of
   Element keys[kDecodeTokens][2 * K], values[kDecodeTokens][kRows];  // mixed
   Element z[kDecodeTokens][kRows];
@@ -153,10 +153,10 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
     fetch_row(shared.z[t], tokens.z, share.first_row(), own_rows());
     commit_copies();
   }
-  // A lane copies its own part of a turn's rows, so it waits for its own copies only.
-  __device__ __forceinline__ void fetch(int64_t slot, int turn) const {
+  // A lane copies its own part of a wave's rows, so it waits for its own copies only.
+  __device__ __forceinline__ void fetch(int64_t slot, int wave) const {
     const State* const pool = static_cast<const State*>(states.pool);
-    rows_of(turn).fetch(shared.tiles[warp()], pool + slot * states.slot_stride + Cta::in_state(head_of(turn)));
+    rows_of(wave).fetch(shared.tiles[warp()], pool + slot * states.slot_stride + Cta::in_state(head_of(wave)));
     commit_copies();
   }
 
@@ -378,20 +378,20 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
 
   // The recurrence on the CTA's value rows, of which a warp has kDecodeWarpRows at a time, one token after the other.
   __device__ __forceinline__ void decode(int64_t begin, int count, Gates gates, int64_t slot) const {
-    const int turns = Cta::turns(), activations = tokens.activations;
+    const int waves = Cta::waves(), activations = tokens.activations;
 #pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
+    for (int wave = 0; wave < waves; ++wave) {
       const float decay = expf(log_decay(from_bits(gates.a, activations, Activation::kG), gates.bits, activations));
       const float beta = step_size(from_bits(gates.b, activations, Activation::kBeta), activations);
-      const int head = head_of(turn), own = row_of(turn) + Rows::own_row();
-      Rows rows = rows_of(turn);
+      const int head = head_of(wave), own = row_of(wave) + Rows::own_row();
+      Rows rows = rows_of(wave);
       Rows::await();
       rows.set(shared.tiles[warp()]);
-      const bool has_next = turn + 1 < turns;
+      const bool has_next = wave + 1 < waves;
       if (has_next) {
-        gates = load_gates(begin, count, head_of(turn + 1));
+        gates = load_gates(begin, count, head_of(wave + 1));
         if (!plan.parents) {
-          fetch(slot, turn + 1);
+          fetch(slot, wave + 1);
         }
       }
 #pragma unroll 1
@@ -422,7 +422,7 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
         shared.places[t].for_each([&](State* to) { rows.write(to + Cta::in_state(head)); });
       }
       if (has_next && plan.parents) {
-        fetch(slot, turn + 1);
+        fetch(slot, wave + 1);
       }
     }
   }

@@ -67,7 +67,7 @@ def decode_region_drafts(dtype, K, state_dtype):
     tile = region_tile.DRAFTS
     # DraftShared
     rows = 2 * K + tile.rows
-    shared_bytes = tile.turn_rows * K * BYTES[state_dtype]
+    shared_bytes = tile.wave_rows * K * BYTES[state_dtype]
     shared_bytes += DECODE_TOKENS * (4 * tile.values + 2 * (2 * rows + tile.rows) + 16 + 4 * 3 + 4 * (TAPS - 1))
     shared_bytes += 2 * rows * TAPS + 4 * tile.rows + 16
     constants = f"{element}, {state_element}, {K}, {tile.warps}, {tile.values}, {tile.rows}, {shared_bytes}"

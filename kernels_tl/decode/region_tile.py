@@ -16,14 +16,14 @@ class RegionTile:
     rows: int = REGION_ROWS  # most of a CTA: a quarter of those, because a cluster may have eight CTAs or half of them
 
     @property
-    def turn_rows(self):
+    def wave_rows(self):
         """Value rows of a CTA at a time."""
         return self.warps * DECODE_WARP_ROWS
 
     @property
     def facts(self):
         """What the host needs for the grid."""
-        return {"ctas": self.ctas, "values": self.values, "turn_rows": self.turn_rows}
+        return {"ctas": self.ctas, "values": self.values, "wave_rows": self.wave_rows}
 
 
 ONE_TOKEN = RegionTile(ctas=6)

@@ -1,7 +1,7 @@
 """The roles of chunk_backward that compute gradients from the tiles of the warpgroups of dS (backward_state.py): one
 warpgroup dQ and dK, two warps dV, and one warp dbeta and dg. chunk_backward.py has the formulas.
 
-The warp of dbeta and dg also adds dQ and dK to the outputs, in the CTAs' order (gradients/turns.cuh).
+The warp of dbeta and dg also adds dQ and dK to the outputs, in the CTAs' order (gradients/semaphores.cuh).
 """
 
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
         """A chunk's stages: of K and the gates, of the rings of one, and of the rings of sums, columns and products."""
         return stage_of(step, STAGES, s), Stage(0, p), Stage(p, (step // 2) % 2)
 
-    def add_rows(tile, rows, row, hk, valid, turn):
+    def add_rows(tile, rows, row, hk, valid, order):
         return extern(
             f"add_rows<{element}>",
             descriptor(rows, [C, 1, C], SWIZZLE_128B),
@@ -62,7 +62,7 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             T.Cast("int32", sizes.key_dim),
             0,
             valid,
-            turn == 0,
+            order == 0,
         )
 
     def scale_and_dot(fragment, tile, factors, factor, sums):
@@ -167,8 +167,8 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
     @T.macro
     def make_values(tiles, ready, cta, segments, tokens, dv):
         """The warps of dV."""
-        piece = locate_cta(cta, H_v, value_tiles)
-        segment = load_segment_early(segments, piece.slot)
+        work = locate_cta(cta, H_v, value_tiles)
+        segment = load_segment_early(segments, work.slot)
         warp = T.alloc_var("int32", init=extern("warp_index", returns="int32") - 1)
         for step in T.serial(segment.chunks):
             c = segment.chunks - 1 - step
@@ -181,13 +181,13 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             one.wait_for(ready.values_loaded)  # dV takes the place of V_new
             T.barrier_arrive(ready.values_released)
             one.wait_for(ready.U_staged)
-            extent = (warp * VALUE_ROWS, segment.length - c * C, T.Cast("int32", value_dim) - piece.v0)
-            of_values("store_value_gradients", tiles, s, dv[row, piece.hv, piece.v0], "w", dv.strides[0], *extent)
+            extent = (warp * VALUE_ROWS, segment.length - c * C, T.Cast("int32", value_dim) - work.v0)
+            of_values("store_value_gradients", tiles, s, dv[row, work.hv, work.v0], "w", dv.strides[0], *extent)
             of_values(
                 "dot_values",
                 tiles,
                 s,
-                tokens.v[row, piece.hv, piece.v0],
+                tokens.v[row, work.hv, work.v0],
                 "r",
                 tokens.v_row,
                 token_sums(tiles, p, TokenSum.VALUE),
@@ -198,13 +198,13 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             stage.arrive(ready.released)
 
     @T.macro
-    def make_gates(tiles, ready, cta, segments, gradients, turns):
+    def make_gates(tiles, ready, cta, segments, gradients, semaphores):
         """The warp of dbeta and dg. It also adds dQ and dK to the outputs, in order."""
-        piece = locate_cta(cta, H_v, value_tiles)
-        segment = load_segment_early(segments, piece.slot)
-        hv = T.alloc_var("int32", init=piece.hv)
+        work = locate_cta(cta, H_v, value_tiles)
+        segment = load_segment_early(segments, work.slot)
+        hv = T.alloc_var("int32", init=work.hv)
         hk = T.alloc_var("int32", init=T.truncdiv(hv, sizes.group))
-        turn = T.alloc_var("int32", init=(hv - hk * sizes.group) * value_tiles + piece.tile)
+        order = T.alloc_var("int32", init=(hv - hk * sizes.group) * value_tiles + work.tile)
         # These variables move from chunk to chunk, because computing them again in each step takes more registers.
         chunk = T.alloc_var("int32", init=segment.first + segment.chunks - 1)
         row = T.alloc_var("int32", init=segment.row + (segment.chunks - 1) * C)
@@ -221,21 +221,21 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
                 T.access_ptr(tiles.columns[p, 0, 0], "r"),
                 T.access_ptr(tiles.products[p, 0], "r"),
                 T.access_ptr(tiles.gates[s, 0, 0], "r"),
-                T.access_ptr(gradients.db[piece.tile, row, hv], "w"),
-                T.access_ptr(gradients.dg[piece.tile, row, hv], "w"),
+                T.access_ptr(gradients.db[work.tile, row, hv], "w"),
+                T.access_ptr(gradients.dg[work.tile, row, hv], "w"),
                 T.Cast("int32", H_v),
                 length,
             )
             pair.arrive(ready.sums_taken)
             stage.arrive(ready.released)
             one.wait_for(ready.keys_staged)
-            extern("wait_for_turn", T.access_ptr(turns[chunk, hk], "r"), turn)
-            add_rows(tiles.dQ, gradients.dq, row, hk, length, turn)
-            add_rows(tiles.dK, gradients.dk, row, hk, length, turn)
+            extern("wait_for_semaphore", T.access_ptr(semaphores[chunk, hk], "r"), order)
+            add_rows(tiles.dQ, gradients.dq, row, hk, length, order)
+            add_rows(tiles.dK, gradients.dk, row, hk, length, order)
             extern("wait_for_boxes")
             T.barrier_arrive(ready.keys_taken)
             extern("wait_until_stored")
-            extern("end_turn", T.access_ptr(turns[chunk, hk], "w"), turn, sizes.group * value_tiles)
+            extern("release_semaphore", T.access_ptr(semaphores[chunk, hk], "w"), order, sizes.group * value_tiles)
             chunk -= 1
             row -= C
             length += C

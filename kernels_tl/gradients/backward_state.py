@@ -170,17 +170,17 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
     @T.macro
     def carry(tiles, ready, cta, segments, final, initial, grad_states, scale):
         """The warpgroups of dS."""
-        piece = locate_cta(cta, H_v, value_tiles)
-        segment = load_segment_early(segments, piece.slot)
+        work = locate_cta(cta, H_v, value_tiles)
+        segment = load_segment_early(segments, work.slot)
         r = make_state_registers()
         warpgroup = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding(), 128))
         place = place_in_tiles()
         if segment.final == FROM_SCAN:
             for i, j in T.Parallel(V, K):
-                r.dS[i, j] = grad_states[piece.slot, piece.hv, piece.v0 + i, j]
+                r.dS[i, j] = grad_states[work.slot, work.hv, work.v0 + i, j]
         else:
             if segment.final != NO_STATE:
-                final.read(r.dS, segment.final, piece.hv, piece.v0)
+                final.read(r.dS, segment.final, work.hv, work.v0)
             else:
                 T.clear(r.dS)
         if segment.length % C != 0:
@@ -209,6 +209,6 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
         if segment.initial >= 0:
             for i, j in T.Parallel(V, K):
                 r.dS[i, j] *= carried
-            initial.write(r.dS, segment.initial, piece.hv, piece.v0)
+            initial.write(r.dS, segment.initial, work.hv, work.v0)
 
     return carry

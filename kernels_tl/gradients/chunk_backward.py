@@ -56,8 +56,8 @@ Accuracy:
   to 0, dbeta comes from V instead, because the diagonal has lost its digits.
 
 Sums over CTAs: dq and dk are sums over the heads of a group and over value tiles, accumulated in the CTAs' order
-(gradients/turns.cuh). Each value tile writes its own db and dg, in fp32. gate_gradients adds these, and applies the
-activations' slopes.
+(gradients/semaphores.cuh). Each value tile writes its own db and dg, in fp32. gate_gradients adds these, and applies
+the activations' slopes.
 
 K and the gates have two stages, because the first and the last roles need them at the same time. The other operands
 have one.
@@ -89,7 +89,7 @@ PRELUDE = """
 #include "core/descriptors.cuh"
 #include "core/state_tiles.cuh"
 #include "gradients/gradients.cuh"
-#include "gradients/turns.cuh"
+#include "gradients/semaphores.cuh"
 """
 
 V = TILE.tile  # value rows per CTA
@@ -167,11 +167,11 @@ def chunk_backward(dtype, K, normalize):
     @T.macro
     def load(tiles, ready, cta, segments, tokens, grad_o, matrices, replay):
         """The producer warp: the chunks' operands, the last chunk's first."""
-        piece = locate_cta(cta, H_v, value_tiles)
-        segment = load_segment_early(segments, piece.slot)
-        hv = T.alloc_var("int32", init=piece.hv)
+        work = locate_cta(cta, H_v, value_tiles)
+        segment = load_segment_early(segments, work.slot)
+        hv = T.alloc_var("int32", init=work.hv)
         hk = T.alloc_var("int32", init=T.truncdiv(hv, sizes.group))
-        v0 = T.alloc_var("int32", init=piece.v0)
+        v0 = T.alloc_var("int32", init=work.v0)
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for step in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=step % STAGES)
@@ -210,7 +210,7 @@ def chunk_backward(dtype, K, normalize):
         replay: Replay(sizes, dtype, K),
         grad_states: T.Tensor([sizes.segment_slots, H_v, value_rows, K], "float32"),
         ends: StateGradients(sizes),
-        turns: T.Tensor([sizes.chunk_slots, sizes.H_k], "int32"),
+        semaphores: T.Tensor([sizes.chunk_slots, sizes.H_k], "int32"),
         gradients: Gradients(sizes, dtype, [parts]),
         scale: T.float32,
     ):
@@ -251,6 +251,6 @@ def chunk_backward(dtype, K, normalize):
                         if tx < CONSUMERS + 32 + VALUE_THREADS:
                             outputs.make_values(tiles, ready, cta, chunks.plan.segments, chunks.tokens, gradients.dv)
                         else:
-                            outputs.make_gates(tiles, ready, cta, chunks.plan.segments, gradients, turns)
+                            outputs.make_gates(tiles, ready, cta, chunks.plan.segments, gradients, semaphores)
 
     return main

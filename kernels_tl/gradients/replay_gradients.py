@@ -91,7 +91,7 @@ def replay_gradients(dtype, K):
         T.barrier_arrive(ready.others_released)
 
     @T.macro
-    def compute(tiles, ready, piece, segment, final, initial, grad_states, scale):
+    def compute(tiles, ready, work, segment, final, initial, grad_states, scale):
         """The consumers: the recurrence, with dS' and U to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype)
@@ -99,10 +99,10 @@ def replay_gradients(dtype, K):
         rows = T.alloc_var("int32", init=extern("rows_offset", returns="int32"))
         T.clear(r.dS)
         if segment.final == FROM_SCAN:
-            read_scanned(r.dS, grad_states, piece)
+            read_scanned(r.dS, grad_states, work)
         else:
             if segment.final != NO_STATE:
-                final.read(r.dS, segment.final, piece.hv, piece.v0)
+                final.read(r.dS, segment.final, work.hv, work.v0)
         for step in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=step % STAGES)
             p = T.alloc_var("int32", init=step % 2)
@@ -131,10 +131,10 @@ def replay_gradients(dtype, K):
             )
             stage.arrive(ready.released)
         if segment.initial >= 0:
-            initial.write(r.dS, segment.initial, piece.hv, piece.v0)
+            initial.write(r.dS, segment.initial, work.hv, work.v0)
 
     @T.macro
-    def load(tiles, ready, piece, segment, hk, tokens, grad_o, matrices):
+    def load(tiles, ready, work, segment, hk, tokens, grad_o, matrices):
         """The producer warp: the chunks' operands, the last chunk's first."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for step in T.serial(segment.chunks):
@@ -144,13 +144,13 @@ def replay_gradients(dtype, K):
             stage = stage_of(step, STAGES, s)
             stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
-            fetch(matrices.gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+            fetch(matrices.gates[slot, work.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
             stage.arrive(ready.loaded)
             Stage(0, step % 2).wait_until_free(ready.others_released)
-            fetch(grad_o[t : t + C, piece.hv, piece.v0 : piece.v0 + V], tiles.dO[0, :, :], ready.others_loaded)
-            for target, source in block_rows(tiles.P, 0, matrices.rows, slot, piece.hv, 1, edge):
+            fetch(grad_o[t : t + C, work.hv, work.v0 : work.v0 + V], tiles.dO[0, :, :], ready.others_loaded)
+            for target, source in block_rows(tiles.P, 0, matrices.rows, slot, work.hv, 1, edge):
                 fetch(source, target, ready.others_loaded)
-            for target, source in block_rows(tiles.L, 0, matrices.rows, slot, piece.hv, 0, edge):
+            for target, source in block_rows(tiles.L, 0, matrices.rows, slot, work.hv, 0, edge):
                 fetch(source, target, ready.others_loaded)
             fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[0, :, :], ready.others_loaded)
             T.barrier_arrive(ready.others_loaded)
@@ -167,21 +167,21 @@ def replay_gradients(dtype, K):
         with T.Kernel(grid_of_tiles(sizes), threads=TILE.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            piece, segment = locate_tile(cta, sizes, chunks.plan.segments)
+            work, segment = locate_tile(cta, sizes, chunks.plan.segments)
             if (segment.flags + segment.length == 0) & (cta != 0):
                 extern("leave")
             T.pdl_sync()
             T.pdl_trigger()
-            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
+            hk = T.alloc_var("int32", init=T.truncdiv(work.hv, sizes.group))
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
                 final = ends.view(T.access_ptr(ends.dht[0], "r"))
                 initial = ends.view(T.access_ptr(ends.dh0[0], "w"))
-                compute(tiles, ready, piece, segment, final, initial, grad_states, scale)
+                compute(tiles, ready, work, segment, final, initial, grad_states, scale)
             else:
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 if is_producer_warp(CONSUMERS):
-                    load(tiles, ready, piece, segment, hk, chunks.tokens, output_gradient.grad_o, chunks.matrices)
+                    load(tiles, ready, work, segment, hk, chunks.tokens, output_gradient.grad_o, chunks.matrices)
                 else:
                     state = Outgoing(tiles.dS, ready.dS_staged, ready.dS_stored)
                     store(
@@ -189,7 +189,7 @@ def replay_gradients(dtype, K):
                         values_of(tiles, ready),
                         reverse_replay.dh,
                         reverse_replay.u,
-                        piece,
+                        work,
                         segment,
                         reverse=True,
                     )

@@ -11,7 +11,7 @@ replay_gradients each chunk's S, V_new, dS' and U are there. chunk_backward.py h
     h, dh         [chunk_slots, H_v, value_rows, K]      S and dS', V-first
     v_new, u      [tokens, H_v, V]
     db, dg        [K / 128, tokens, H_v] fp32            parts, which gate_gradients adds
-    turns         [chunk_slots * K / 128, H_k]           see gradients/turns.cuh
+    semaphores    [chunk_slots * K / 128, H_k]           see gradients/semaphores.cuh
 
 backward.cpp launches [chunk slots * H_v * K / KEY_PART] CTAs. A CTA takes one head of a chunk and KEY_PART of its
 channels, a part. The parts' x, y, z and <S, dS'> add up to those of all channels. Only the first part computes dV, and
@@ -44,7 +44,7 @@ PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 PRELUDE = """
 #include "core/descriptors.cuh"
 #include "gradients/token_gradients.cuh"
-#include "gradients/turns.cuh"
+#include "gradients/semaphores.cuh"
 """
 
 V = TILE.tile  # value rows at a time
@@ -128,9 +128,9 @@ def token_gradients(dtype, K):
         extern(stage, gated.data, T.access_ptr((tiles.G, tiles.F)[which][0, 0, 0], "w"))
 
     @T.macro
-    def go_through_values(r, tiles, ready, work, turns, state_sum):
+    def go_through_values(r, tiles, ready, work, value_tiles, state_sum):
         """The sums over value rows."""
-        for i in T.serial(turns):
+        for i in T.serial(value_tiles):
             s = T.alloc_var("int32", init=i % STAGES)
             stage = stage_of(i, STAGES, s)
             stage.wait_for(ready.loaded)
@@ -154,7 +154,7 @@ def token_gradients(dtype, K):
             stage.arrive(ready.released)
 
     @T.macro
-    def compute(tiles, ready, work, turns, scale):
+    def compute(tiles, ready, work, value_tiles, scale):
         """The consumers."""
         r = fragments(
             dQ=([C, KEY_PART], "float32"),  # Q_S, then dQ
@@ -174,7 +174,7 @@ def token_gradients(dtype, K):
         T.clear(r.U_V)
         T.clear(r.QK)
         T.clear(r.KK)
-        go_through_values(r, tiles, ready, work, turns, state_sum)
+        go_through_values(r, tiles, ready, work, value_tiles, state_sum)
         extern("store_warp_sum", T.access_ptr(tiles.products[0], "w"), state_sum[0])
         T.barrier_wait(ready.keys_loaded, 0)
         if work.length < C:
@@ -208,10 +208,10 @@ def token_gradients(dtype, K):
         T.barrier_arrive(ready.keys_staged)
 
     @T.macro
-    def load(tiles, ready, work, turns, hk, tokens, grad_o, matrices, replay, reverse_replay):
+    def load(tiles, ready, work, value_tiles, hk, tokens, grad_o, matrices, replay, reverse_replay):
         """The producer warp."""
         t = work.row
-        for i in T.serial(turns):
+        for i in T.serial(value_tiles):
             s = T.alloc_var("int32", init=i % STAGES)
             stage = stage_of(i, STAGES, s)
             stage.wait_until_free(ready.released)
@@ -236,13 +236,13 @@ def token_gradients(dtype, K):
                 T.barrier_arrive(ready.keys_loaded)
 
     @T.macro
-    def make_values(tiles, ready, work, turns, tokens, dv):
+    def make_values(tiles, ready, work, value_tiles, tokens, dv):
         """The warps of dV."""
         first = T.alloc_var("int32", init=(extern("warp_index", returns="int32") - 1) * VALUE_ROWS)
         dots = T.alloc_local([8], "float32")
         T.clear(dots)
         T.barrier_wait(ready.keys_loaded, 0)
-        for i in T.serial(turns):
+        for i in T.serial(value_tiles):
             s = T.alloc_var("int32", init=i % STAGES)
             stage = stage_of(i, STAGES, s)
             stage.wait_for(ready.loaded)
@@ -267,7 +267,7 @@ def token_gradients(dtype, K):
             extern(f"store_value_sums<{element}>", sums(tiles, TokenSum.VALUE), dots.data, *beta_and_rows)
         T.barrier_arrive(ready.sums_made)
 
-    def add_rows(tiles, rows, work, hk, turn):
+    def add_rows(tiles, rows, work, hk, order):
         return extern(
             f"add_rows<{element}>",
             descriptor(rows, [C, 1, C], SWIZZLE_128B),
@@ -279,11 +279,11 @@ def token_gradients(dtype, K):
             T.Cast("int32", sizes.key_dim),
             work.part * KEY_PART,
             work.length,
-            turn == 0,
+            order == 0,
         )
 
     @T.macro
-    def make_gates(tiles, ready, work, hk, gradients, turns):
+    def make_gates(tiles, ready, work, hk, gradients, semaphores):
         """The warp of dbeta and dg. It also adds dQ and dK to the outputs, in order."""
         T.barrier_wait(ready.keys_loaded, 0)
         T.barrier_wait(ready.sums_made, 0)
@@ -299,15 +299,15 @@ def token_gradients(dtype, K):
             T.Cast("int32", H_v),
             work.length,
         )
-        turn = T.alloc_var("int32", init=work.hv - hk * sizes.group)
+        order = T.alloc_var("int32", init=work.hv - hk * sizes.group)
         counter = T.alloc_var("int32", init=work.slot * PARTS + work.part)
         T.barrier_wait(ready.keys_staged, 0)
-        extern("wait_for_turn", T.access_ptr(turns[counter, hk], "r"), turn)
-        add_rows(tiles.h, gradients.dq, work, hk, turn)
-        add_rows(tiles.dS, gradients.dk, work, hk, turn)
+        extern("wait_for_semaphore", T.access_ptr(semaphores[counter, hk], "r"), order)
+        add_rows(tiles.h, gradients.dq, work, hk, order)
+        add_rows(tiles.dS, gradients.dk, work, hk, order)
         extern("wait_for_boxes")
         extern("wait_until_stored")
-        extern("end_turn", T.access_ptr(turns[counter, hk], "w"), turn, sizes.group)
+        extern("release_semaphore", T.access_ptr(semaphores[counter, hk], "w"), order, sizes.group)
 
     @T.prim_func
     def main(
@@ -315,7 +315,7 @@ def token_gradients(dtype, K):
         output_gradient: OutputGradient(sizes, dtype),
         replay: Replay(sizes, dtype, K),
         reverse_replay: ReverseReplay(sizes, dtype, K),
-        turns: T.Tensor([sizes.chunk_slots * PARTS, sizes.H_k], "int32"),
+        semaphores: T.Tensor([sizes.chunk_slots * PARTS, sizes.H_k], "int32"),
         gradients: Gradients(sizes, dtype, [parts]),
         scale: T.float32,
     ):
@@ -332,11 +332,11 @@ def token_gradients(dtype, K):
                 extern("leave")
             work = work_of(slot, rest - part * T.Cast("int32", H_v), part, chunks.plan.chunks)
             hk = T.alloc_var("int32", init=T.truncdiv(work.hv, sizes.group))
-            turns_of_values = T.alloc_var("int32", init=T.ceildiv(T.Cast("int32", value_dim), V))
+            value_tiles = T.alloc_var("int32", init=T.ceildiv(T.Cast("int32", value_dim), V))
             tx = T.get_thread_binding()
             if tx < CONSUMERS:
                 T.inc_max_nreg(CONSUMER_REGISTERS)
-                compute(tiles, ready, work, turns_of_values, scale)
+                compute(tiles, ready, work, value_tiles, scale)
             else:
                 T.dec_max_nreg(OTHER_REGISTERS)
                 if is_producer_warp(CONSUMERS):
@@ -345,7 +345,7 @@ def token_gradients(dtype, K):
                         tiles,
                         ready,
                         work,
-                        turns_of_values,
+                        value_tiles,
                         hk,
                         chunks.tokens,
                         output_gradient.grad_o,
@@ -354,8 +354,8 @@ def token_gradients(dtype, K):
                     )
                 else:
                     if tx < CONSUMERS + 32 + VALUE_THREADS:
-                        make_values(tiles, ready, work, turns_of_values, chunks.tokens, gradients.dv)
+                        make_values(tiles, ready, work, value_tiles, chunks.tokens, gradients.dv)
                     else:
-                        make_gates(tiles, ready, work, hk, gradients, turns)
+                        make_gates(tiles, ready, work, hk, gradients, semaphores)
 
     return main

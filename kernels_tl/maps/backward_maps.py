@@ -205,16 +205,16 @@ def backward_maps(dtype, K, normalize):
             dZ_ctas = T.alloc_var("int32", init=heads * value_tiles)  # CTAs
             first_ctas = T.alloc_var("int32", init=heads * (M_TILES + 2 * value_tiles))
             is_second = T.alloc_var("int32", init=T.Select(cta < first_ctas, 0, 1))
-            work = T.alloc_var("int32", init=cta - is_second * first_ctas)
-            is_dZ = T.alloc_var("int32", init=T.Select(work < dZ_ctas, 1, 0))
+            cta_of_map = T.alloc_var("int32", init=cta - is_second * first_ctas)
+            is_dZ = T.alloc_var("int32", init=T.Select(cta_of_map < dZ_ctas, 1, 0))
             has_M = T.alloc_var("int32", init=1 - T.max(is_dZ, is_second))
-            piece = locate_cta(work - (1 - is_dZ) * dZ_ctas, H_v, value_tiles + has_M * M_TILES)
-            is_M = T.alloc_var("int32", init=T.Select(piece.tile >= value_tiles, 1, 0))  # M comes after the tiles of Z
-            v0 = T.alloc_var("int32", init=T.Select(is_M != 0, 0, piece.v0))
+            work = locate_cta(cta_of_map - (1 - is_dZ) * dZ_ctas, H_v, value_tiles + has_M * M_TILES)
+            is_M = T.alloc_var("int32", init=T.Select(work.tile >= value_tiles, 1, 0))  # M comes after the tiles of Z
+            v0 = T.alloc_var("int32", init=T.Select(is_M != 0, 0, work.v0))
             which = T.alloc_var("int32", init=T.Select(is_dZ != 0, MAP_DZ, T.Select(is_M != 0, MAP_M, MAP_Z)))
-            m0 = first_row_of_M(piece.v0, which, value_rows) if is_wide(K) else 0
-            hv = T.alloc_var("int32", init=piece.hv)
-            segment = load_segment_early(chunks.plan.segments, piece.slot)
+            m0 = first_row_of_M(work.v0, which, value_rows) if is_wide(K) else 0
+            hv = T.alloc_var("int32", init=work.hv)
+            segment = load_segment_early(chunks.plan.segments, work.slot)
             # Flags of a segment that lacks this map: a last one has no Z, a first one no dZ, one that is both no M.
             without = T.alloc_var(
                 "int32",
@@ -229,7 +229,7 @@ def backward_maps(dtype, K, normalize):
             T.pdl_sync()
             T.pdl_trigger()
             hk = T.alloc_var("int32", init=T.truncdiv(hv, sizes.group))
-            segment = segment.and_also(slot=piece.slot)
+            segment = segment.and_also(slot=work.slot)
             flags_out = (maps.skips, reverse_skips, short_last, is_second)
             needed = chunks_that_matter(segment, hv, which, chunks.matrices.gates, *flags_out)
             reverse_tiles = SimpleNamespace(Q=tiles.Q, K=tiles.K, dO=tiles.V, L=tiles.L, P=tiles.P, gates=tiles.gates)

@@ -57,16 +57,16 @@ def map_step(dtype, K, reverse, tile):
     }
 
     WARPS, REGISTERS = consumers(K) // 32, COLUMNS // 2  # registers of S a thread
-    # Of each warp: in each of two turns whether S needs a scale there, and for a scale the largest number.
+    # Of each warp: in each of two products whether S needs a scale there, and for a scale the largest number.
     tiles_of_scales = {"large": ([2, WARPS], "int32"), "largest": ([WARPS], "float32")} if has_scales(dtype) else {}
 
-    def stage_of_block(turn, block, m):
-        """The stage of a block. m is turn % MAP_STAGES."""
-        return stage_of(turn * BLOCKS + block, MAP_STAGES) if is_wide(K) else stage_of(turn, MAP_STAGES, m)
+    def stage_of_block(product, block, m):
+        """The stage of a block. m is product % MAP_STAGES."""
+        return stage_of(product * BLOCKS + block, MAP_STAGES) if is_wide(K) else stage_of(product, MAP_STAGES, m)
 
-    def block_of(S, turn, block):
+    def block_of(S, product, block):
         """Both parts of S, or of a block of it."""
-        return S[0, block, :, :] if is_wide(K) else S[turn % 2, :, :]
+        return S[0, block, :, :] if is_wide(K) else S[product % 2, :, :]
 
     def box_of(M, slot, hv, part, block):
         """A part of M, or a block of it."""
@@ -97,22 +97,22 @@ def map_step(dtype, K, reverse, tile):
         return r
 
     @T.macro
-    def store_part(part, tiles, turn, number):
+    def store_part(part, tiles, product, number):
         if is_wide(K):
             for i, j in T.Parallel(K, COLUMNS):
                 tiles.S[0, i // BLOCK_ROWS, i % BLOCK_ROWS, number * COLUMNS + j] = part[i, j]
         else:
-            T.copy(part, tiles.S[turn % 2, :, number * COLUMNS : (number + 1) * COLUMNS])
+            T.copy(part, tiles.S[product % 2, :, number * COLUMNS : (number + 1) * COLUMNS])
 
     @T.macro
-    def store_parts(r, tiles, turn):
+    def store_parts(r, tiles, product):
         T.copy(r.S, r.S_16)
         for i, j in T.Parallel(K, COLUMNS):
             r.rest[i, j] = r.S[i, j] - T.Cast("float32", r.S_16[i, j])
         if is_wide(K):  # all warpgroups have read the last S
             T.sync_threads(NamedBarrier.SCAN_ROUNDED, consumers(K))
-        store_part(r.S_16, tiles, turn, 0)
-        store_part(r.rest, tiles, turn, 1)
+        store_part(r.S_16, tiles, product, 0)
+        store_part(r.rest, tiles, product, 1)
 
     @T.macro
     def complete_parts():
@@ -120,33 +120,33 @@ def map_step(dtype, K, reverse, tile):
         T.sync_threads(NamedBarrier.SCAN_ROUNDED, consumers(K))
 
     @T.macro
-    def round_in_parts(r, tiles, turn):
+    def round_in_parts(r, tiles, product):
         """S to shared memory, as a rounded part and the rest."""
-        store_parts(r, tiles, turn)
+        store_parts(r, tiles, product)
         if has_scales(dtype):
-            extern(f"tell_large<{REGISTERS}>", r.S.data, T.access_ptr(tiles.large[turn % 2, 0], "w"))
+            extern(f"tell_large<{REGISTERS}>", r.S.data, T.access_ptr(tiles.large[product % 2, 0], "w"))
         complete_parts()
         if has_scales(dtype):
             r.inverse[0] = 1.0
-            if extern(f"any_large<{WARPS}>", T.access_ptr(tiles.large[turn % 2, 0], "r"), returns="bool"):
+            if extern(f"any_large<{WARPS}>", T.access_ptr(tiles.large[product % 2, 0], "r"), returns="bool"):
                 scale = f"scale_state<{REGISTERS}, {WARPS}, {NamedBarrier.SCAN_ROUNDED}>"
                 r.inverse[0] = extern(scale, r.S.data, T.access_ptr(tiles.largest, "rw"), returns="float32")
-                store_parts(r, tiles, turn)
+                store_parts(r, tiles, product)
                 complete_parts()
 
     @T.macro
-    def start_products(r, tiles, ready, m, turn):
+    def start_products(r, tiles, ready, m, product):
         """products = M (S_0, S_1), in flight, with the parts that round_in_parts has written."""
         for block in T.unroll(BLOCKS):
-            stage = stage_of_block(turn, block, m)
+            stage = stage_of_block(product, block, m)
             stage.wait_for(ready.map_loaded)
             if block > 0:
                 T.wait_wgmma(0)
-                stage_of_block(turn, block - 1, m).arrive(ready.map_released)
+                stage_of_block(product, block - 1, m).arrive(ready.map_released)
             for part in (0, 1):
                 T.wgmma_gemm(
                     tiles.M[stage.index, part, :, :],
-                    block_of(tiles.S, turn, block),
+                    block_of(tiles.S, product, block),
                     r.products,
                     transpose_A=not reverse,
                     policy=Full,
@@ -154,19 +154,19 @@ def map_step(dtype, K, reverse, tile):
                 )
 
     @T.macro
-    def add_products(r, ready, m, turn):
+    def add_products(r, ready, m, product):
         """S += M S_0 + M S_1."""
         T.wait_wgmma(0)
-        stage_of_block(turn, BLOCKS - 1, m).arrive(ready.map_released)
+        stage_of_block(product, BLOCKS - 1, m).arrive(ready.map_released)
         if has_scales(dtype):
             extern(f"add_scaled_halves<{COLUMNS}>", r.S.data, r.products.data, r.inverse[0])
         else:
             extern(f"add_halves<{COLUMNS}>", r.S.data, r.products.data)
 
     @T.macro
-    def load_map(maps, slot, hv, tiles, ready, m, turn):
+    def load_map(maps, slot, hv, tiles, ready, m, product):
         for block in T.unroll(BLOCKS):
-            stage = stage_of_block(turn, block, m)
+            stage = stage_of_block(product, block, m)
             stage.wait_until_free(ready.map_released)
             for part in T.unroll(2):
                 fetch(

@@ -209,28 +209,28 @@ def segment_maps(dtype, K, partial):
                 "int32", init=T.Cast("int32", sizes.segment_slots * H_v) * (M_TILES + value_tiles)
             )  # CTAs
             is_second = T.alloc_var("int32", init=T.Select(cta < first_ctas, 0, 1))
-            piece = locate_cta(  # M comes after the tiles of Z
+            work = locate_cta(  # M comes after the tiles of Z
                 cta - is_second * first_ctas, H_v, T.Select(is_second != 0, value_tiles, M_TILES + value_tiles)
             )
-            v0 = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), piece.v0, 0))
-            which = T.alloc_var("int32", init=T.if_then_else(piece.v0 < T.Cast("int32", value_rows), MAP_Z, MAP_M))
-            m0 = first_row_of_M(piece.v0, which, value_rows) if is_wide(K) else 0
-            segment = load_segment_early(chunks.plan.segments, piece.slot)
+            v0 = T.alloc_var("int32", init=T.if_then_else(work.v0 < T.Cast("int32", value_rows), work.v0, 0))
+            which = T.alloc_var("int32", init=T.if_then_else(work.v0 < T.Cast("int32", value_rows), MAP_Z, MAP_M))
+            m0 = first_row_of_M(work.v0, which, value_rows) if is_wide(K) else 0
+            segment = load_segment_early(chunks.plan.segments, work.slot)
             if (segment.flags >= SegmentFlag.LAST) | (segment.length == 0):  # it needs no map
                 leave_without_work(cta)
-            if memory.lacks_maps(segment.n, piece.hv):
+            if memory.lacks_maps(segment.n, work.hv):
                 leave_without_work(cta)
             T.pdl_sync()
             T.pdl_trigger()
-            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
-            segment = segment.and_also(slot=piece.slot)
-            start = first_chunk(segment, piece.hv, which, chunks.matrices.gates, maps.skips, short_last, is_second)
+            hk = T.alloc_var("int32", init=T.truncdiv(work.hv, sizes.group))
+            segment = segment.and_also(slot=work.slot)
+            start = first_chunk(segment, work.hv, which, chunks.matrices.gates, maps.skips, short_last, is_second)
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(tile.registers[0])
-                roles.compute(tiles, ready, start, segment.chunks, which, segment, piece.hv, v0, m0, maps)
+                roles.compute(tiles, ready, start, segment.chunks, which, segment, work.hv, v0, m0, maps)
             else:
                 T.dec_max_nreg(tile.registers[1])
                 inputs = (chunks.tokens, chunks.matrices)
-                roles.load(tiles, ready, start, segment.chunks, segment, piece.hv, v0, hk, *inputs)
+                roles.load(tiles, ready, start, segment.chunks, segment, work.hv, v0, hk, *inputs)
 
     return main

@@ -93,18 +93,18 @@ __device__ __forceinline__ int remembered_chunks(const BoundInputs& in, int row,
   const int warp = warp_index();
   float head_gate[2], bound = 0.f;
   load_head_gate(head_gate, in.A_log, in.dt_bias, in.activations, hv);
-  for (int before = 0, turn = 0; before < most; before += kWarps, turn ^= 1) {
+  for (int before = 0, half = 0; before < most; before += kWarps, half ^= 1) {
     const int own = before + 1 + warp;
     if (own <= most) {
       const float of_chunk = bound_of_chunk<Element, kNormalize>(in, head_gate, row - own * kChunk, hv);
       if (lane_here() == 0) {
-        bounds[turn][warp] = of_chunk;
+        bounds[half][warp] = of_chunk;
       }
     }
     __syncthreads();
     for (int i = 0; i < kWarps && before + i < most; ++i) {
       const int chunks = before + i + 1;
-      bound += bounds[turn][i];
+      bound += bounds[half][i];
       if (bound < kNegligible) {
         return chunks;
       }

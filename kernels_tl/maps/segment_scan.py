@@ -67,7 +67,7 @@ class Scans:
         self.ctas, self.plan, self.memory, self.reverse, self.columns = ctas, plan, memory, reverse, columns
         self.H_v = T.Cast("int32", sizes.H_v)
         parts = T.truncdiv(sizes.value_dim + (columns - 1), columns)
-        self.totals = Variables(parts=T.Cast("int32", parts), pieces=T.Cast("int32", sizes.N * sizes.H_v * parts))
+        self.totals = Variables(parts=T.Cast("int32", parts), work_tiles=T.Cast("int32", sizes.N * sizes.H_v * parts))
         self.totals.and_also(first=self.next_from(cta))
 
     @property
@@ -75,15 +75,15 @@ class Scans:
         return self.totals.first
 
     @property
-    def pieces(self):
-        return self.totals.pieces
+    def work_tiles(self):
+        return self.totals.work_tiles
 
-    def next_from(self, piece):
-        """The first of the CTA's work tiles from `piece` on whose sequence is split, or `pieces`."""
+    def next_from(self, work):
+        """The first of the CTA's work tiles from `work` on whose sequence is split, or `work_tiles`."""
         sequences = T.access_ptr(self.plan.sequences[0, 0], "r")
         segments = T.access_ptr(self.plan.segments[0, 0], "r")
         of_sequence = self.totals.parts * self.H_v
-        return extern("next_scan", sequences, segments, piece, self.ctas, self.pieces, of_sequence, returns="int32")
+        return extern("next_scan", sequences, segments, work, self.ctas, self.work_tiles, of_sequence, returns="int32")
 
     @T.inline
     def at(self, number):
@@ -149,12 +149,12 @@ def segment_scan(dtype, K, reverse, columns):
     @T.macro
     def compute(tiles, ready, scans, initial, states, concurrent):
         """The consumers: S from segment to segment, scan after scan."""
-        piece = T.alloc_var("int32", init=scans.first)
+        work = T.alloc_var("int32", init=scans.first)
         step = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
         r = of_map.make_registers()
-        while piece < scans.pieces:
-            scan = scans.at(piece)
+        while work < scans.work_tiles:
+            scan = scans.at(work)
             about = T.alloc_var("int32", init=scan.begin)
             await_maps(concurrent)
             T.clear(r.S)
@@ -181,17 +181,17 @@ def segment_scan(dtype, K, reverse, columns):
                     maps_used = maps_used + 1
                 stage.arrive(ready.made)
                 step = step + 1
-            piece = scans.next_from(piece + scans.ctas)
+            work = scans.next_from(work + scans.ctas)
 
     @T.macro
     def load(tiles, ready, scans, segments, maps, concurrent):
         """The producer warp: about, Z and M of each segment. It reads the tables a segment ahead: their latencies would
         add up."""
-        piece = T.alloc_var("int32", init=scans.first)
+        work = T.alloc_var("int32", init=scans.first)
         step = T.alloc_var("int32", init=0)
         maps_used = T.alloc_var("int32", init=0)
-        while piece < scans.pieces:
-            scan = scans.at(piece)
+        while work < scans.work_tiles:
+            scan = scans.at(work)
             await_maps(concurrent)
             about = T.alloc_var("int32", init=scan.begin)
             slot = T.alloc_var("int32", init=scan.slot)
@@ -220,15 +220,15 @@ def segment_scan(dtype, K, reverse, columns):
                 slot = slot + WAY
                 skip = next_skip
                 flags = next_flags
-            piece = scans.next_from(piece + scans.ctas)
+            work = scans.next_from(work + scans.ctas)
 
     @T.macro
     def store(tiles, ready, scans, states, concurrent):
         """The epilogue warp: S after each segment. If M is negligible, S = Z is in its slot already."""
-        piece = T.alloc_var("int32", init=scans.first)
+        work = T.alloc_var("int32", init=scans.first)
         step = T.alloc_var("int32", init=0)
-        while piece < scans.pieces:
-            scan = scans.at(piece)
+        while work < scans.work_tiles:
+            scan = scans.at(work)
             await_maps(concurrent)
             about = T.alloc_var("int32", init=scan.begin)
             slot = T.alloc_var("int32", init=scan.slot)
@@ -245,7 +245,7 @@ def segment_scan(dtype, K, reverse, columns):
                 stage.arrive(ready.stored)
                 step = step + 1
                 slot = slot + WAY
-            piece = scans.next_from(piece + scans.ctas)
+            work = scans.next_from(work + scans.ctas)
 
     @T.prim_func
     def main(
@@ -261,7 +261,7 @@ def segment_scan(dtype, K, reverse, columns):
             tiles = of_map.make_tiles(tile.shared, about=([STAGES], "int32"))
             ready = make_barriers()
             scans = Scans(cta, ctas, sizes, plan, memory, reverse, columns)
-            if scans.first == scans.pieces:
+            if scans.first == scans.work_tiles:
                 if cta == 0:  # the next kernel reads early what the kernels before this one have written
                     T.pdl_sync()
                 extern("leave")

@@ -9,7 +9,7 @@
     A          [tokens, H_v, C]                    if requested (has_A): row i of a chunk's A at token i
     g_cumsum   [tokens, H_v] fp32                  if requested (has_g_cumsum): b
     backward_gates  [chunk_slots, H_v, rows, C] fp32  in the backward: BackwardGate's; with the l2norm NormalizedGate's
-    turns      [chunk_slots * key parts, H_k]      in the backward: zeros, where gradients/turns.cuh begins to count
+    semaphores [chunk_slots * key parts, H_k]      in the backward: zeros, from which gradients/semaphores.cuh counts
     counters   [H_v / 8]                           zeros, for gate_gradients
 
 forward.cpp and backward.cpp launch [chunk slots * H_v / heads] CTAs of one warpgroup. The first early_ctas CTAs find
@@ -370,7 +370,7 @@ def chunk_matrices(dtype, K, normalize, portable):
                 factors = make_products(tiles, scale)
                 if (backward.has_backward_gates != 0) & leads & (T.get_thread_binding() == 0):
                     for part in range(KEY_PARTS):
-                        backward.turns[slot * KEY_PARTS + part, hk] = 0
+                        backward.semaphores[slot * KEY_PARTS + part, hk] = 0
                 if (team.head < heads) & (((mapped >> team.head) & 1) != 0):
                     hv = first + team.head
                     if team.member == 0:

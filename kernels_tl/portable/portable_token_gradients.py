@@ -11,7 +11,7 @@ U. chunk_backward.py has the formulas and the symbols:
 Shapes are those of token_gradients.py. backward.cpp launches [chunk slots * H_v * K / KEY_PART] CTAs of eight warps. A
 CTA takes one head of a chunk and KEY_PART of its channels, a part. Only the first part computes dV and E, which takes
 Q K^T and K K^T of all channels. All threads do the same: the sums over value rows in tiles of V, then the products of
-tokens. dq and dk are sums over the heads of a group, whose CTAs add their terms in order (gradients/turns.cuh).
+tokens. dq and dk are sums over the heads of a group, whose CTAs add their terms in order (gradients/semaphores.cuh).
 
 G and F take the memory of dO and V_new, and dQ and dK that of h and dS', each once it has been read.
 """
@@ -28,7 +28,7 @@ from kernels_tl.portable.tiles import load_gates, load_rows
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 PRELUDE = """
 #include "gradients/token_gradients.cuh"
-#include "gradients/turns.cuh"
+#include "gradients/semaphores.cuh"
 #include "portable/tiles.cuh"
 """
 
@@ -101,7 +101,9 @@ def portable_token_gradients(dtype, K):
     def load_state(tile, states, at, v0):
         """Begins to load V value rows of S or dS', from v0 on, and the part's channels."""
         source = T.access_ptr(states[at.slot, at.hv, v0, at.part * KEY_PART], "r")
-        return extern(f"load_rows<{KEY_PART}>", T.access_ptr(tile, "w"), source, T.int64(K), V, KEY_PART)
+        return extern(
+            f"load_rows<{TILE.threads}, {KEY_PART}>", T.access_ptr(tile, "w"), source, T.int64(K), V, KEY_PART
+        )
 
     @T.macro
     def go_through_values(r, tiles, at, tokens, grad_o, replay, reverse, dv, state_sum, dots):
@@ -109,9 +111,9 @@ def portable_token_gradients(dtype, K):
         warp = T.truncdiv(T.get_thread_binding(), WARP)
         for i in T.serial(T.ceildiv(T.Cast("int32", value_dim), V)):
             v0 = T.alloc_var("int32", init=i * V)
-            load_rows(tiles.dO[:, :], grad_o.grad_o, grad_o.grad_o_row, at.hv, v0, at)
-            load_rows(tiles.V_new[:, :], replay.v_new, replay.v_new_row, at.hv, v0, at)
-            load_rows(tiles.U[:, :], reverse.u, T.Cast("int64", H_v) * value_dim, at.hv, v0, at)
+            load_rows(tiles.dO[:, :], grad_o.grad_o, grad_o.grad_o_row, at.hv, v0, at, TILE.threads)
+            load_rows(tiles.V_new[:, :], replay.v_new, replay.v_new_row, at.hv, v0, at, TILE.threads)
+            load_rows(tiles.U[:, :], reverse.u, T.Cast("int64", H_v) * value_dim, at.hv, v0, at, TILE.threads)
             load_state(tiles.h[:, :], replay.h, at, v0)
             load_state(tiles.dS[:, :], reverse.dh, at, v0)
             await_copies()
@@ -147,8 +149,8 @@ def portable_token_gradients(dtype, K):
         T.gemm(tiles.Q, tiles.K, r.QK, transpose_B=True, policy=Full)
         T.gemm(tiles.K, tiles.K, r.KK, transpose_B=True, policy=Full)
         if PARTS == 2:
-            load_rows(tiles.h[:, :], tokens.q, tokens.q_row, at.hk, KEY_PART, at)
-            load_rows(tiles.dS[:, :], tokens.k, tokens.k_row, at.hk, KEY_PART, at)
+            load_rows(tiles.h[:, :], tokens.q, tokens.q_row, at.hk, KEY_PART, at, TILE.threads)
+            load_rows(tiles.dS[:, :], tokens.k, tokens.k_row, at.hk, KEY_PART, at, TILE.threads)
             await_copies()
             T.gemm(tiles.h, tiles.dS, r.QK, transpose_B=True, policy=Full)
             T.gemm(tiles.dS, tiles.dS, r.KK, transpose_B=True, policy=Full)
@@ -187,13 +189,13 @@ def portable_token_gradients(dtype, K):
         extern(f"stage_panel<{element}>", r.dQ.data, T.access_ptr(tiles.h[0, 0], "w"))
         extern(f"stage_panel<{element}>", r.dK.data, T.access_ptr(tiles.dS[0, 0], "w"))
 
-    def add_rows(tile, rows, at, turn):
+    def add_rows(tile, rows, at, order):
         column = at.part * KEY_PART
         to = T.access_ptr(rows[at.row, at.hk, column], "rw")
         columns = T.Cast("int32", key_dim) - column
         return extern(
-            f"add_tile<{element}>",
-            *(to, T.access_ptr(tile[0, 0], "r"), T.Cast("int64", rows.strides[0]), at.length, columns, turn == 0),
+            f"add_tile<{TILE.threads}, {element}>",
+            *(to, T.access_ptr(tile[0, 0], "r"), T.Cast("int64", rows.strides[0]), at.length, columns, order == 0),
         )
 
     @T.prim_func
@@ -202,7 +204,7 @@ def portable_token_gradients(dtype, K):
         output_gradient: OutputGradient(sizes, dtype),
         replay: Replay(sizes, dtype, K),
         reverse_replay: ReverseReplay(sizes, dtype, K),
-        turns: T.Tensor([sizes.chunk_slots * PARTS, sizes.H_k], "int32"),
+        semaphores: T.Tensor([sizes.chunk_slots * PARTS, sizes.H_k], "int32"),
         gradients: Gradients(sizes, dtype, [parts]),
         scale: T.float32,
     ):
@@ -221,9 +223,9 @@ def portable_token_gradients(dtype, K):
             for each in (r.dQ, r.dK, r.U_S, r.dO_V, r.U_V, r.QK, r.KK):
                 T.clear(each)
 
-            load_gates(tiles.gates[0, 0], chunks.matrices, at, at.hv)
-            load_rows(tiles.Q[:, :], tokens.q, tokens.q_row, at.hk, at.part * KEY_PART, at)
-            load_rows(tiles.K[:, :], tokens.k, tokens.k_row, at.hk, at.part * KEY_PART, at)
+            load_gates(tiles.gates[0, 0], chunks.matrices, at, at.hv, TILE.threads)
+            load_rows(tiles.Q[:, :], tokens.q, tokens.q_row, at.hk, at.part * KEY_PART, at, TILE.threads)
+            load_rows(tiles.K[:, :], tokens.k, tokens.k_row, at.hk, at.part * KEY_PART, at, TILE.threads)
             of_values = (output_gradient, replay, reverse_replay, gradients.dv)
             go_through_values(r, tiles, at, tokens, *of_values, state_sum, dots)
             extern("store_warp_sum", T.access_ptr(tiles.products[0], "w"), state_sum[0])
@@ -234,7 +236,7 @@ def portable_token_gradients(dtype, K):
             make_keys(r, tiles, scale)
 
             warp = T.truncdiv(T.get_thread_binding(), WARP)
-            turn = T.alloc_var("int32", init=at.hv - at.hk * sizes.group)
+            order = T.alloc_var("int32", init=at.hv - at.hk * sizes.group)
             counter = T.alloc_var("int32", init=at.slot * PARTS + at.part)
             if warp == 0:
                 extern("complete_sums", sums(tiles, 0), at.part != 0)
@@ -249,12 +251,12 @@ def portable_token_gradients(dtype, K):
                     T.Cast("int32", H_v),
                     at.length,
                 )
-                extern("wait_for_turn", T.access_ptr(turns[counter, at.hk], "r"), turn)
-            T.sync_threads()  # dQ and dK are complete, and it is the CTA's turn
-            add_rows(tiles.h, gradients.dq, at, turn)
-            add_rows(tiles.dS, gradients.dk, at, turn)
+                extern("wait_for_semaphore", T.access_ptr(semaphores[counter, at.hk], "r"), order)
+            T.sync_threads()  # dQ and dK are complete, and the CTAs before this one have added theirs
+            add_rows(tiles.h, gradients.dq, at, order)
+            add_rows(tiles.dS, gradients.dk, at, order)
             T.sync_threads()
             if warp == 0:
-                extern("end_turn", T.access_ptr(turns[counter, at.hk], "rw"), turn, sizes.group)
+                extern("release_semaphore", T.access_ptr(semaphores[counter, at.hk], "rw"), order, sizes.group)
 
     return main

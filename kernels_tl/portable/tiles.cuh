@@ -1,69 +1,107 @@
-// Tiles of 64 rows of 16-bit elements between global and shared memory, by all threads of a CTA. In shared memory they
-// are panels of 64 x 64 under the swizzle of core/warp.cuh, as TileLang's gemm reads them. Nothing here needs more than
-// sm_80: pieces of 16 bytes go by cp.async.
+// Tiles of 64 rows of 16-bit elements between global and shared memory, by all kThreads threads of a CTA. In shared
+// memory they are panels of 64 x 64 under the swizzle of core/warp.cuh, as TileLang's gemm reads them. Nothing here
+// needs more than sm_80: vectors of 16 bytes go by cp.async.
+//
+// Row i of a tile has kColumns / 8 vectors. A thread has the same vector of every kStep-th row, so that its addresses
+// differ by constants and one stride. Its number is opaque: addresses that were kept from chunk to chunk would spill.
 #pragma once
 
 #include "core/warp.cuh"
 
 namespace flash_qla::device {
 
-__device__ __forceinline__ char* piece_of(void* tile, int row, int piece) {
-  return static_cast<char*>(tile) + piece / 8 * (kChunk * 128) + swizzled(row, piece % 8);
-}
+template <int kThreads, int kColumns>
+struct TileVectors {
+  static constexpr int kVectors = kColumns / 8, kStep = kThreads / kVectors;
+  static_assert(kStep % 8 == 0 && kChunk % kStep == 0, "the swizzle of all rows of a thread is the same");
+
+  int row, vector;
+
+  __device__ __forceinline__ TileVectors() {
+    int thread = threadIdx.x;
+    make_opaque(thread);
+    row = thread / kVectors, vector = thread % kVectors;
+  }
+
+  __device__ __forceinline__ int column() const { return 8 * vector; }
+
+  // use(row, at) for the thread's rows, with the address of its vector in the tile.
+  template <typename Use>
+  __device__ __forceinline__ void for_each(void* tile, Use use) const {
+    char* const first = static_cast<char*>(tile) + vector / 8 * (kChunk * 128) + swizzled(row, vector % 8);
+#pragma unroll
+    for (int i = 0; i < kChunk; i += kStep) {
+      use(row + i, first + i * 128);
+    }
+  }
+};
 
 // Begins to copy rows, `stride` elements apart, to a tile of kColumns columns. Rows from `valid` on and columns from
 // `columns` on, a multiple of 8, become zeros: those rows belong to other sequences, and may hold NaN.
-template <int kColumns>
+template <int kThreads, int kColumns>
 __device__ __forceinline__ void load_rows(void* tile, const void* rows, int64_t stride, int valid, int columns) {
-  constexpr int kPieces = kColumns / 8;
-  for (int i = threadIdx.x; i < kChunk * kPieces; i += blockDim.x) {
-    const int row = i / kPieces, piece = i % kPieces;
-    const bool is_there = row < valid && 8 * piece < columns;
-    const uint16_t* const from = static_cast<const uint16_t*>(rows) + (is_there ? row * stride + 8 * piece : 0);
-    copy_async(piece_of(tile, row, piece), from, is_there);
+  constexpr int kWidth = kColumns < 2 * kChunk ? kColumns : 2 * kChunk;  // at a time
+  const TileVectors<kThreads, kWidth> own;
+#pragma unroll
+  for (int first = 0; first < kColumns; first += kWidth) {
+    const auto* const from = static_cast<const uint16_t*>(rows) + first + own.column();
+    const int there = first + own.column() < columns ? valid : 0;
+    own.for_each(static_cast<char*>(tile) + first * (kChunk * 2),
+                 [=](int row, char* at) { copy_async(at, from + row * stride, row < there); });
   }
 }
 
 // Begins to copy one of a chunk's matrices, L^T or P^T, which is upper triangular: its rows of blocks follow one
-// another, each from the diagonal block on (kTriangle of layout.py).
+// another, each from the diagonal block on (kTriangle of layout.py). A step of the threads is a row of blocks.
+template <int kThreads>
 __device__ __forceinline__ void load_triangle(void* tile, const void* matrix) {
-  for (int i = threadIdx.x; i < kChunk * 8; i += blockDim.x) {
-    const int row = i / 8, piece = i % 8, block = row / kBlock, width = kChunk - kBlock * block;
-    const bool is_there = piece >= 2 * block;
+  const TileVectors<kThreads, kChunk> own;
+  static_assert(own.kStep == kBlock);
+  own.for_each(tile, [=](int row, char* at) {
+    const int block = row / kBlock, width = kChunk - kBlock * block;
     const int before = kBlock * (kChunk * block - kBlock * block * (block - 1) / 2);  // elements of earlier blocks
-    const int at = is_there ? before + row % kBlock * width + 8 * piece - kBlock * block : 0;
-    copy_async(piece_of(tile, row, piece), static_cast<const uint16_t*>(matrix) + at, is_there);
-  }
+    const auto* const from = static_cast<const uint16_t*>(matrix) + before + row % kBlock * width - kBlock * block;
+    copy_async(at, from + own.column(), own.column() >= kBlock * block);
+  });
 }
 
-// Begins to copy `count` floats, a multiple of 4.
-__device__ __forceinline__ void load_floats(float* to, const float* from, int count) {
-  for (int i = threadIdx.x; i < count / 4; i += blockDim.x) {
-    copy_async(to + 4 * i, from + 4 * i, true);
-  }
-}
-
-// rows[i * stride + j] = tile[i][j] for i < valid, j < columns, a multiple of 8, from a tile of 64 x 64.
-__device__ __forceinline__ void store_rows(void* rows, const void* tile, int64_t stride, int valid, int columns) {
-  for (int i = threadIdx.x; i < kChunk * 8; i += blockDim.x) {
-    const int row = i / 8, piece = i % 8;
-    if (row < valid && 8 * piece < columns) {
-      uint16_t* const to = static_cast<uint16_t*>(rows) + row * stride + 8 * piece;
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(piece_of(const_cast<void*>(tile), row, piece));
+// Begins to copy kCount floats, a multiple of 4.
+template <int kThreads, int kCount>
+__device__ __forceinline__ void load_floats(float* to, const float* from) {
+#pragma unroll
+  for (int first = 0; first < kCount / 4; first += kThreads) {
+    const int i = first + static_cast<int>(threadIdx.x);
+    if (i < kCount / 4) {
+      copy_async(to + 4 * i, from + 4 * i, true);
     }
   }
 }
 
+// rows[i * stride + j] = tile[i][j] for i < valid, j < columns, a multiple of 8, from a tile of 64 x 64.
+template <int kThreads>
+__device__ __forceinline__ void store_rows(void* rows, void* tile, int64_t stride, int valid, int columns) {
+  const TileVectors<kThreads, kChunk> own;
+  auto* const to = static_cast<uint16_t*>(rows) + own.column();
+  const int there = own.column() < columns ? valid : 0;
+  own.for_each(tile, [=](int row, const char* at) {
+    if (row < there) {
+      *reinterpret_cast<uint4*>(to + row * stride) = *reinterpret_cast<const uint4*>(at);
+    }
+  });
+}
+
 // rows[i * stride + j] += tile[i][j], or = tile[i][j] if `is_first`, for i < valid, j < columns, a multiple of 8, from
 // a tile of 64 rows and 128 columns. The rows are read from L2, where other CTAs have written them.
-template <typename T>
-__device__ __forceinline__ void add_tile(void* rows, const void* tile, int64_t stride, int valid, int columns,
+template <int kThreads, typename T>
+__device__ __forceinline__ void add_tile(void* rows, void* tile, int64_t stride, int valid, int columns,
                                          bool is_first) {
-  for (int i = threadIdx.x; i < kChunk * 16; i += blockDim.x) {
-    const int row = i / 16, piece = i % 16;
-    if (row < valid && 8 * piece < columns) {
-      uint4* const to = reinterpret_cast<uint4*>(static_cast<uint16_t*>(rows) + row * stride + 8 * piece);
-      uint4 x = *reinterpret_cast<const uint4*>(piece_of(const_cast<void*>(tile), row, piece));
+  const TileVectors<kThreads, 2 * kChunk> own;
+  auto* const first = static_cast<uint16_t*>(rows) + own.column();
+  const int there = own.column() < columns ? valid : 0;
+  own.for_each(tile, [=](int row, const char* at) {
+    if (row < there) {
+      uint4* const to = reinterpret_cast<uint4*>(first + row * stride);
+      uint4 x = *reinterpret_cast<const uint4*>(at);
       if (!is_first) {
         const uint4 sum = __ldcg(to);
         const auto add = [](uint32_t& a, uint32_t b) {
@@ -77,7 +115,7 @@ __device__ __forceinline__ void add_tile(void* rows, const void* tile, int64_t s
       }
       *to = x;
     }
-  }
+  });
   __threadfence();
 }
 

@@ -8,6 +8,7 @@ rows that start from the identity, with zeros as values.
 
 import tilelang.language as T
 
+from kernels_tl.config import WARPGROUP as THREADS
 from kernels_tl.core.common import C, extern
 from kernels_tl.core.cta import Variables
 from kernels_tl.layout import NARROW_TILE, NO_STATE, Dtype, ForwardGate
@@ -59,7 +60,7 @@ def store_transposed(X, tile, offset, element, to, stride, tokens, columns):
     """Writes rows of X, one for each token, from the fragment of X^T, through a tile that all warps have read."""
     extern(f"stage_transposed<{element}>", X.data, T.access_ptr(tile, "w"), offset)
     T.sync_threads()
-    extern("store_rows", to, T.access_ptr(tile, "r"), stride, tokens, columns)
+    extern(f"store_rows<{THREADS}>", to, T.access_ptr(tile, "r"), stride, tokens, columns)
     T.sync_threads()
 
 
@@ -70,24 +71,24 @@ def chunk_of(segment, c, checkpoint_every):
     return Variables(c=c, slot=segment.first + c, row=segment.row + before, length=length)
 
 
-def load_rows(tile, rows, stride, head, column, chunk):
+def load_rows(tile, rows, stride, head, column, chunk, threads=THREADS):
     """Begins tile[i, j] = rows[chunk.row + i, head, column + j]; zeros after the chunk's tokens and the last column.
     `stride` is that of rows."""
     source = T.access_ptr(rows[chunk.row, head, column], "r")
     rest = T.Cast("int32", rows.shape[2]) - column
     width = int(tile.region[-1].extent)
     to = T.access_ptr(tile, "w")
-    return extern(f"load_rows<{width}>", to, source, T.Cast("int64", stride), chunk.length, rest)
+    return extern(f"load_rows<{threads}, {width}>", to, source, T.Cast("int64", stride), chunk.length, rest)
 
 
 def load_triangle(tile, matrices, chunk, hv, which):
     """Begins to load L^T (which = 0) or P^T (1) of a chunk."""
     source = T.access_ptr(matrices.matrices_0[chunk.slot, hv, which, 0, 0], "r")
-    return extern("load_triangle", T.access_ptr(tile, "w"), source)
+    return extern(f"load_triangle<{THREADS}>", T.access_ptr(tile, "w"), source)
 
 
-def load_gates(table, matrices, chunk, hv):
+def load_gates(table, matrices, chunk, hv, threads=THREADS):
     """Begins to load the table of a chunk's gates."""
     rows, columns = matrices.gates.shape[2:]
     source = T.access_ptr(matrices.gates[chunk.slot, hv, 0, 0], "r")
-    return extern("load_floats", T.access_ptr(table, "w"), source, int(rows) * int(columns))
+    return extern(f"load_floats<{threads}, {int(rows) * int(columns)}>", T.access_ptr(table, "w"), source)

@@ -19,7 +19,7 @@ forward.cpp launches [ctas] CTAs, at most [segments * H_v * value tiles]: persis
 A segment is a whole sequence or, with context parallelism, a run of its chunks. A work tile is value_tile rows of S^T
 of one head of one segment. They stay in registers from the segment's first chunk to its last.
 
-- The producer warp draws work tiles from a queue that all CTAs share (states/piece_queue.cuh), and prefetches across
+- The producer warp draws work tiles from a queue that all CTAs share (states/work_queue.cuh), and prefetches across
   them: the next one's state and first chunks arrive while this one's last chunks are computed.
 - With 128 rows, K, Q, L and P are loaded once for the head. With 64 rows two CTAs share a head, which pays if there are
   few heads.
@@ -57,7 +57,6 @@ from kernels_tl.core.cta import (
 from kernels_tl.core.pipeline import WARP, Stage, epilogue_warp, is_producer_warp, stage_of
 from kernels_tl.core.state_view import CHECKPOINT, FINAL, FirstState, chosen, is_checkpoint
 from kernels_tl.layout import FROM_SCAN, NO_STATE, STATE_PAD, Dtype, ForwardGate, NamedBarrier, SegmentColumn
-from kernels_tl.states.piece_queue import Queue
 from kernels_tl.states.recurrence import (
     begin_scales,
     begin_step,
@@ -69,6 +68,7 @@ from kernels_tl.states.recurrence import (
     scales_of,
     tile_of_scales,
 )
+from kernels_tl.states.work_queue import Queue
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 EARLY = {name: after("chunk_plan") for name in ("segments", "drawn")}
@@ -77,7 +77,7 @@ EARLY |= {"final_state": after(CALLER)}  # written for a sequence without tokens
 PRELUDE = """
 #include "core/state_tiles.cuh"
 #include "plan/runs.cuh"
-#include "states/piece_queue.cuh"
+#include "states/work_queue.cuh"
 #include "states/round_state.cuh"
 #include "states/wide_state.cuh"
 """
@@ -149,27 +149,27 @@ def chunk_forward(dtype, K, value_tile):
             run = checkpoint_every
 
     @T.macro
-    def await_turn(ready, turn):
+    def await_work(ready, wave):
         """Waits for a work tile's segment, in the other roles."""
-        Stage(0, turn % 2).wait_for(ready.begun)
+        Stage(0, wave % 2).wait_for(ready.begun)
         extern("forget_memory")  # a wait alone does not keep the loads after it
 
-    def has_work(tiles, turn):
-        return tiles.segment[turn % 2, HEAD] != NO_WORK
+    def has_work(tiles, wave):
+        return tiles.segment[wave % 2, HEAD] != NO_WORK
 
     def rest_of_value(v0):
         """Number of value rows from v0 on."""
         return T.Cast("int32", value_dim) - v0
 
     @T.macro
-    def store_h(r, tiles, h, has_h, turn: T.Ref, c: T.Ref, warpgroup):
+    def store_h(r, tiles, h, has_h, wave: T.Ref, c: T.Ref, warpgroup):
         """Writes S before a chunk to h, if h is requested. With K > 128 it runs before begin_step, which scales S."""
         if has_h != 0:  # the branch also keeps the code before it from moving below the wait
-            slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.CHUNK] + c)
+            slot = T.alloc_var("int32", init=tiles.segment[wave % 2, SegmentColumn.CHUNK] + c)
             if slot < h_slots:
-                v0 = T.alloc_var("int32", init=tiles.segment[turn % 2, FIRST_ROW] + warpgroup * ROWS)
+                v0 = T.alloc_var("int32", init=tiles.segment[wave % 2, FIRST_ROW] + warpgroup * ROWS)
                 rows = (T.Cast("int32", key_dim), rest_of_value(v0), T.Cast("int32", key_dim))
-                to = T.access_ptr(h[slot, tiles.segment[turn % 2, HEAD], v0, 0], "w")
+                to = T.access_ptr(h[slot, tiles.segment[wave % 2, HEAD], v0, 0], "w")
                 if r.has_scales:
                     name, state = ("store_scaled_state", r.S) if r.is_wide else ("store_scaled_copy", r.S_16)
                     extern(f"{name}<{K}>", state.data, to, *rows, scales_of(tiles))
@@ -185,7 +185,7 @@ def chunk_forward(dtype, K, value_tile):
         ready,
         h,
         has_h,
-        turn: T.Ref,
+        wave: T.Ref,
         length: T.Ref,
         done: T.Ref,
         c: T.Ref,
@@ -204,11 +204,11 @@ def chunk_forward(dtype, K, value_tile):
             T.fence_proxy_async()
             T.sync_threads(NamedBarrier.CLEARED, CONSUMERS)
         if r.is_wide:
-            store_h(r, tiles, h, has_h, turn, c, warpgroup)
+            store_h(r, tiles, h, has_h, wave, c, warpgroup)
         scale_values(r, tiles, tiles.V[s, warpgroup, 0, 0], offset)
         begin_step(r, tiles, s, tiles.V[s, warpgroup, 0, 0], offset, column)
         if not r.is_wide:
-            store_h(r, tiles, h, has_h, turn, c, warpgroup)
+            store_h(r, tiles, h, has_h, wave, c, warpgroup)
         T.wait_wgmma(0)
         stage.arrive(ready.released_early)
         end_step(r, tiles, s, column)
@@ -226,17 +226,17 @@ def chunk_forward(dtype, K, value_tile):
         offset = T.alloc_var("int32", init=extern("transposed_offset", returns="int32"))
         column = T.alloc_var("int32", init=extern("first_column", returns="int32"))
         done = T.alloc_var("int32", init=0)  # chunks of earlier work tiles
-        turn = T.alloc_var("int32", init=0)
-        await_turn(ready, turn)
+        wave = T.alloc_var("int32", init=0)
+        await_work(ready, wave)
         # A variable: with the load in the loop's condition ptxas orders the products so that a chunk takes 7 % longer.
-        more = T.alloc_var("int32", init=T.Select(has_work(tiles, turn), 1, 0))
+        more = T.alloc_var("int32", init=T.Select(has_work(tiles, wave), 1, 0))
         while more != 0:
-            length = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.LENGTH])
+            length = T.alloc_var("int32", init=tiles.segment[wave % 2, SegmentColumn.LENGTH])
             T.clear(r.S)
-            slot = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.INITIAL])
+            slot = T.alloc_var("int32", init=tiles.segment[wave % 2, SegmentColumn.INITIAL])
             if slot != NO_STATE:
                 state = FirstState(slot, initial, scanned)
-                rest = rest_of_value(tiles.segment[turn % 2, FIRST_ROW])
+                rest = rest_of_value(tiles.segment[wave % 2, FIRST_ROW])
                 if FETCHES_STATE:
                     extern(
                         f"read_state<{K}, true>",
@@ -251,12 +251,12 @@ def chunk_forward(dtype, K, value_tile):
                 else:
                     if slot == FROM_SCAN:
                         T.pdl_sync()
-                    state.read(r.S, *(tiles.segment[turn % 2, column] for column in (SEGMENT, HEAD, FIRST_ROW)))
+                    state.read(r.S, *(tiles.segment[wave % 2, column] for column in (SEGMENT, HEAD, FIRST_ROW)))
             T.barrier_arrive(ready.taken[0])
             c = T.alloc_var("int32", init=0)
             is_end = T.alloc_var("int32", init=0)
             tokens = T.alloc_var("int32", init=0)  # of the runs so far
-            run = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.UNTIL])
+            run = T.alloc_var("int32", init=tiles.segment[wave % 2, SegmentColumn.UNTIL])
             while is_end == 0:
                 extern(f"round_state<{K}>", r.S.data, T.Select((rounds != 0) & (c > 0), kept.dtype, Dtype.FLOAT32))
                 if not r.is_wide:
@@ -266,7 +266,7 @@ def chunk_forward(dtype, K, value_tile):
                 # The steps of a run count tokens as if the run began at c * C, so it ends at `until`.
                 until = T.alloc_var("int32", init=c * C + run)
                 while c * C < until:
-                    step(r, tiles, ready, h, has_h, turn, until, done, c, offset, column, warpgroup)
+                    step(r, tiles, ready, h, has_h, wave, until, done, c, offset, column, warpgroup)
                     c += 1
                 end_scales(r, tiles)
                 tokens += run
@@ -274,36 +274,36 @@ def chunk_forward(dtype, K, value_tile):
                 is_end = T.Select(tokens >= length, 1, 0)
                 # A loop over both writes, because two copies of the write would take more registers.
                 written = T.alloc_var("int32", init=FINAL)
-                if is_checkpoint(tokens, length, tiles.segment[turn % 2, SegmentColumn.UNTIL], checkpoint_every):
+                if is_checkpoint(tokens, length, tiles.segment[wave % 2, SegmentColumn.UNTIL], checkpoint_every):
                     written = CHECKPOINT
                 while written <= is_end:
-                    to = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.FINAL])
+                    to = T.alloc_var("int32", init=tiles.segment[wave % 2, SegmentColumn.FINAL])
                     if written == CHECKPOINT:
-                        to = checkpoints[tiles.segment[turn % 2, SegmentColumn.CHUNK] + c - 1]
+                        to = checkpoints[tiles.segment[wave % 2, SegmentColumn.CHUNK] + c - 1]
                     if to >= 0:
                         states = chosen(written != CHECKPOINT, final, kept)
-                        states.write(r.S, to, tiles.segment[turn % 2, HEAD], tiles.segment[turn % 2, FIRST_ROW])
+                        states.write(r.S, to, tiles.segment[wave % 2, HEAD], tiles.segment[wave % 2, FIRST_ROW])
                     written += 1
             done += c
-            turn += 1
-            await_turn(ready, turn)
-            more = T.Select(has_work(tiles, turn), 1, 0)
+            wave += 1
+            await_work(ready, wave)
+            more = T.Select(has_work(tiles, wave), 1, 0)
 
     @T.macro
-    def fetch_first_state(tiles, ready, piece, segment, scanned, initial):
+    def fetch_first_state(tiles, ready, work, segment, scanned, initial):
         if segment.initial == FROM_SCAN:
             T.pdl_sync()
         if segment.initial != NO_STATE:
             state = FirstState(segment.initial, initial, scanned)
             size = T.alloc_var("int32", init=size_of(state.dtype))
-            v0 = T.alloc_var("int32", init=piece.tile * value_tile)
+            v0 = T.alloc_var("int32", init=work.tile * value_tile)
             rows = T.alloc_var("int32", init=T.min(rest_of_value(v0), value_tile))  # rows of S^T
             channels = T.Cast("int32", key_dim)
             extern(
                 "fetch_state",
                 ready.begun[0],
                 T.access_ptr(tiles.S, "w"),
-                state.pointer(piece.segment, piece.hv, v0),
+                state.pointer(work.segment, work.hv, v0),
                 T.Select(state.is_v_first, rows, channels),
                 T.Select(state.is_v_first, channels, rows) * size,
                 state.row_stride * size,
@@ -311,32 +311,32 @@ def chunk_forward(dtype, K, value_tile):
             )
 
     @T.macro
-    def begin_turn(tiles, ready, turn, piece, segment, segments, scanned, initial):
+    def begin_work(tiles, ready, wave, work, segment, segments, scanned, initial):
         """The producer warp loads a work tile's segment and state to shared memory."""
-        begun = Stage(0, turn % 2)
+        begun = Stage(0, wave % 2)
         begun.wait_until_free(ready.taken)
         lane = T.alloc_var("int32", init=T.get_thread_binding() - CONSUMERS)
         if lane < SegmentColumn.COUNT:
-            tiles.segment[turn % 2, lane] = load_early(segments[piece.segment, lane])
+            tiles.segment[wave % 2, lane] = load_early(segments[work.segment, lane])
         if lane == HEAD:
-            tiles.segment[turn % 2, HEAD] = piece.hv
+            tiles.segment[wave % 2, HEAD] = work.hv
         if lane == FIRST_ROW:
-            tiles.segment[turn % 2, FIRST_ROW] = piece.tile * value_tile
+            tiles.segment[wave % 2, FIRST_ROW] = work.tile * value_tile
         if FETCHES_STATE:
-            fetch_first_state(tiles, ready, piece, segment, scanned, initial)
+            fetch_first_state(tiles, ready, work, segment, scanned, initial)
         else:
             if lane == SEGMENT:
-                tiles.segment[turn % 2, SEGMENT] = piece.segment
+                tiles.segment[wave % 2, SEGMENT] = work.segment
         extern("forget_memory")  # an arrival alone does not keep the stores before it
         begun.arrive(ready.begun)
 
     @T.macro
-    def end_turns(tiles, ready, turn):
+    def end_work(tiles, ready, wave):
         """The producer warp tells the other roles that there is no more work."""
-        begun = Stage(0, turn % 2)
+        begun = Stage(0, wave % 2)
         begun.wait_until_free(ready.taken)
         if T.get_thread_binding() == CONSUMERS:
-            tiles.segment[turn % 2, HEAD] = NO_WORK
+            tiles.segment[wave % 2, HEAD] = NO_WORK
         extern("forget_memory")
         begun.arrive(ready.begun)
 
@@ -345,16 +345,16 @@ def chunk_forward(dtype, K, value_tile):
         """The producer warp: segments, states and the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         done = T.alloc_var("int32", init=0)  # chunks of earlier work tiles
-        turn = T.alloc_var("int32", init=0)
+        wave = T.alloc_var("int32", init=0)
         number = T.alloc_var("int32", init=queue.cta)
-        while number < queue.pieces:
-            piece = queue.at(number)
-            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
-            v0 = T.alloc_var("int32", init=piece.tile * value_tile)
-            segment = load_segment_early(segments, piece.segment)
-            begin_turn(tiles, ready, turn, piece, segment, segments, scanned, initial)
+        while number < queue.work_tiles:
+            work = queue.at(number)
+            hk = T.alloc_var("int32", init=T.truncdiv(work.hv, sizes.group))
+            v0 = T.alloc_var("int32", init=work.tile * value_tile)
+            segment = load_segment_early(segments, work.segment)
+            begin_work(tiles, ready, wave, work, segment, segments, scanned, initial)
             t = T.alloc_var("int32", init=segment.row)
-            run = T.alloc_var("int32", init=load_early(segments[piece.segment, SegmentColumn.UNTIL]))
+            run = T.alloc_var("int32", init=load_early(segments[work.segment, SegmentColumn.UNTIL]))
             for c in T.serial(chunks_of(segment.length, checkpoint_every)):
                 s = (done + c) % STAGES
                 stage = stage_of(done + c, STAGES, s)
@@ -368,7 +368,7 @@ def chunk_forward(dtype, K, value_tile):
                     fetch(tokens.q[t : t + C, hk, 0:K], tiles.Q[s, :, :], ready.loaded[s])
                 for w in T.unroll(WARPGROUPS):
                     fetch(
-                        tokens.v[t : t + C, piece.hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
+                        tokens.v[t : t + C, work.hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
                         tiles.V[s, w, :, :],
                         ready.loaded[s],
                     )
@@ -376,33 +376,33 @@ def chunk_forward(dtype, K, value_tile):
                 if at_once:
                     fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
                     T.pdl_sync()
-                for target, source in block_rows(tiles.L, s, matrices.rows, slot, piece.hv, 0, edge):
+                for target, source in block_rows(tiles.L, s, matrices.rows, slot, work.hv, 0, edge):
                     fetch(source, target, ready.loaded[s])
                 stage.wait_until_free(ready.released)
                 if not at_once:
                     fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
-                fetch(matrices.gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
-                for target, source in block_rows(tiles.P, s, matrices.rows, slot, piece.hv, 1, edge):
+                fetch(matrices.gates[slot, work.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+                for target, source in block_rows(tiles.P, s, matrices.rows, slot, work.hv, 1, edge):
                     fetch(source, target, ready.loaded[s])
                 stage.arrive(ready.loaded)
                 next_chunk(t, run, checkpoint_every)
             done += chunks_of(segment.length, checkpoint_every)
-            turn += 1
-            number = queue.next_piece()
-        end_turns(tiles, ready, turn)
+            wave += 1
+            number = queue.next_work()
+        end_work(tiles, ready, wave)
 
     @T.macro
     def store(tiles, ready, w, o, checkpoint_every):
         """Epilogue warp w: the O of consumer warpgroup w from shared memory."""
         done = T.alloc_var("int32", init=0)  # chunks of earlier work tiles
-        turn = T.alloc_var("int32", init=0)
-        await_turn(ready, turn)
-        while has_work(tiles, turn):
-            row = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.ROW])
-            end = T.alloc_var("int32", init=row + tiles.segment[turn % 2, SegmentColumn.LENGTH])
-            run = T.alloc_var("int32", init=tiles.segment[turn % 2, SegmentColumn.UNTIL])
-            hv = T.alloc_var("int32", init=tiles.segment[turn % 2, HEAD])
-            v0 = T.alloc_var("int32", init=tiles.segment[turn % 2, FIRST_ROW] + w * ROWS)
+        wave = T.alloc_var("int32", init=0)
+        await_work(ready, wave)
+        while has_work(tiles, wave):
+            row = T.alloc_var("int32", init=tiles.segment[wave % 2, SegmentColumn.ROW])
+            end = T.alloc_var("int32", init=row + tiles.segment[wave % 2, SegmentColumn.LENGTH])
+            run = T.alloc_var("int32", init=tiles.segment[wave % 2, SegmentColumn.UNTIL])
+            hv = T.alloc_var("int32", init=tiles.segment[wave % 2, HEAD])
+            v0 = T.alloc_var("int32", init=tiles.segment[wave % 2, FIRST_ROW] + w * ROWS)
             chunks = T.alloc_var("int32", init=chunks_of(end - row, checkpoint_every))
             T.barrier_arrive(ready.taken[0])
             for c in T.serial(chunks):
@@ -412,8 +412,8 @@ def chunk_forward(dtype, K, value_tile):
                 output.arrive(ready.stored)
                 next_chunk(row, run, checkpoint_every)
             done += chunks
-            turn += 1
-            await_turn(ready, turn)
+            wave += 1
+            await_work(ready, wave)
 
     @T.prim_func
     def main(

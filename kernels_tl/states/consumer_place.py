@@ -53,13 +53,13 @@ def ring(place):
     return place >> Place.RING
 
 
-def turn(place):
+def wave(place):
     """The entry of the next work tile in the ring of work tiles."""
-    return Stage(_field(place, Place.TURN, Place.TURNS - 1), _field(place, Place.TURN_PHASE, 1))
+    return Stage(_field(place, Place.WAVE, Place.WAVES - 1), _field(place, Place.WAVE_PHASE, 1))
 
 
-def next_turn(place):
+def next_wave(place):
     """The place after this entry has been read. The entry and its phase count as one number."""
-    last = 2 * Place.TURNS - 1
-    is_last = _field(place, Place.TURN, last) == last
-    return T.if_then_else(is_last, place - (last << Place.TURN), place + (1 << Place.TURN))
+    last = 2 * Place.WAVES - 1
+    is_last = _field(place, Place.WAVE, last) == last
+    return T.if_then_else(is_last, place - (last << Place.WAVE), place + (1 << Place.WAVE))

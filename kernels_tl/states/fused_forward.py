@@ -33,7 +33,7 @@ zeros. The kernel writes no h.
 Without `planned` chunk_plan does not run, and each CTA has one work tile. A warp first writes the row of its segment to
 shared memory.
 
-The producer warp draws work tiles from a queue that all CTAs share (states/piece_queue.cuh), and passes their numbers
+The producer warp draws work tiles from a queue that all CTAs share (states/work_queue.cuh), and passes their numbers
 to the other roles through a ring (`drawn`, `taken`). Empty tiles would stall prefetching, so the producer skips them;
 each CTA handles its share of those with a final state at the end.
 
@@ -94,8 +94,7 @@ from kernels_tl.layout import (
     SegmentColumn,
 )
 from kernels_tl.states import consumer_place as at_place
-from kernels_tl.states.consumer_place import next_chunk, next_turn, stage, value_stage
-from kernels_tl.states.piece_queue import Queue
+from kernels_tl.states.consumer_place import next_chunk, next_wave, stage, value_stage
 from kernels_tl.states.recurrence import (
     begin_scales,
     begin_step,
@@ -106,6 +105,7 @@ from kernels_tl.states.recurrence import (
     scale_values,
     tile_of_scales,
 )
+from kernels_tl.states.work_queue import Queue
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 # Inputs of the producer and gates warps of a CTA that finds its first segment itself, and g_cumsum, which is written.
@@ -114,7 +114,7 @@ EARLY |= {name: after(CALLER) for name in ("q", "k", "v", "g", "beta", "A_log", 
 PRELUDE = """
 #include "states/fused_forward.cuh"
 #include "plan/plan.cuh"
-#include "states/piece_queue.cuh"
+#include "states/work_queue.cuh"
 """
 
 WARPGROUPS = 2  # they alternate in computing matrices
@@ -123,10 +123,10 @@ CONSUMERS = TILE.consumers
 PRODUCER, EPILOGUE, GATES = 0, 1, 3  # the producers' first warps by role; EPILOGUE is one for each consumer warpgroup
 SCRATCH = 6 * BLOCK**2 + 3 * INVERSE_STRIDE + BLOCK**2  # floats of a warpgroup: see states/fused_forward.cuh
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
-TURNS = Place.TURNS
+WAVES = Place.WAVES
 # The number after the last work tile's. In the ring of work tiles a negative entry x is tile -1 - x, and no chunk
 # follows.
-NO_PIECE = 2**31 - 1
+NO_WORK = 2**31 - 1
 NO_ROW = -1  # a chunk whose A is not stored
 
 
@@ -149,7 +149,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
     options = f"{element_type(dtype)}, {str(normalize).lower()}, {str(low_level).lower()}"
 
     def make_tiles():
-        few = {"pieces": ([TURNS], "int32")} if planned else {"row_of_segment": ([OwnSegment.COUNT], "int32")}
+        few = {"work_tiles": ([WAVES], "int32")} if planned else {"row_of_segment": ([OwnSegment.COUNT], "int32")}
         few |= tile_of_scales(dtype, V)
         if low_level:  # the first row of A of a stage's chunk, or NO_ROW; its head
             few |= {"rows_of_A": ([STAGES], "int32"), "heads_of_A": ([STAGES], "int32")}
@@ -165,7 +165,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             gates=([STAGES, FusedGate.COUNT, C], "float32"),
             lengths=([STAGES], "int32"),  # tokens of the chunk, negative after the last chunk
             # A consumer's work tile, and the tokens of its segment so far: here, because the steps take all registers.
-            piece_numbers=([CONSUMERS], "int32"),
+            work_numbers=([CONSUMERS], "int32"),
             done=([CONSUMERS], "int32"),
             swizzle=("V", "O"),
             **few,
@@ -181,52 +181,52 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             released_v=[CONSUMERS] * VALUE_STAGES,  # consumers to producer warp: the stage of V is free
             staged=[128] * WARPGROUPS,  # a warpgroup to its epilogue warp: O of a chunk, or an A, is in its tile
             stored=[32] * WARPGROUPS,  # epilogue warp to its warpgroup: the tile has been read
-            drawn=[WARP] * TURNS,  # producer warp to the others: the number of a next work tile is in the ring
-            taken=[CONSUMERS + WARP * (1 + WARPGROUPS)] * TURNS,  # the others to producer warp: they have read it
+            drawn=[WARP] * WAVES,  # producer warp to the others: the number of a next work tile is in the ring
+            taken=[CONSUMERS + WARP * (1 + WARPGROUPS)] * WAVES,  # the others to producer warp: they have read it
         )
 
-    def extra_tokens(memory, segments, piece):
+    def extra_tokens(memory, segments, work):
         """Tokens before a segment that decide its first state. The work tile begins with them, and drops their O."""
         if not cut:
             return 0
-        is_used = segments[piece.segment, SegmentColumn.LENGTH] > 0  # a slot without tokens has no memory
-        chunks = T.if_then_else(is_used, T.max(memory[piece.segment, piece.hv], 0), 0)
+        is_used = segments[work.segment, SegmentColumn.LENGTH] > 0  # a slot without tokens has no memory
+        chunks = T.if_then_else(is_used, T.max(memory[work.segment, work.hv], 0), 0)
         return T.alloc_var("int32", init=chunks * C)
 
-    def own_tokens(segments, piece):
+    def own_tokens(segments, work):
         """Tokens of a work tile's segment."""
-        return T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.LENGTH])
+        return T.alloc_var("int32", init=segments[work.segment, SegmentColumn.LENGTH])
 
     def is_own(rest, own):
         """Whether the chunk is the segment's, which has `own` tokens, with `rest` tokens of the work tile left."""
         return (rest <= own) if cut else True
 
     @T.macro
-    def put_piece(tiles, ready, turn: T.Ref, entry):
+    def put_work(tiles, ready, wave: T.Ref, entry):
         """The producer warp passes the number of a work tile, or -1 - number, to the other roles."""
-        stage = stage_of(turn, TURNS)
+        stage = stage_of(wave, WAVES)
         stage.wait_until_free(ready.taken)
-        tiles.pieces[stage.index] = entry
+        tiles.work_tiles[stage.index] = entry
         extern("forget_memory")  # an arrival alone does not keep the stores before it
         stage.arrive(ready.drawn)
-        turn += 1
+        wave += 1
 
     @T.macro
-    def take_piece(tiles, ready, stage, entry: T.Ref):
+    def take_work(tiles, ready, stage, entry: T.Ref):
         """Another role takes the next entry of the ring."""
         stage.wait_for(ready.drawn)
         extern("forget_memory")  # a wait alone does not keep the loads after it
-        entry = tiles.pieces[stage.index]  # noqa: F841, the caller's
+        entry = tiles.work_tiles[stage.index]  # noqa: F841, the caller's
         stage.arrive(ready.taken)
 
     @T.macro
-    def take_next(tiles, ready, turn: T.Ref, entry: T.Ref):
+    def take_next(tiles, ready, wave: T.Ref, entry: T.Ref):
         """The same for a producer thread, which counts work tiles. Without `planned` none follows."""
         if planned:
-            take_piece(tiles, ready, stage_of(turn, TURNS), entry)
-            turn += 1
+            take_work(tiles, ready, stage_of(wave, WAVES), entry)
+            wave += 1
         else:
-            entry = -1 - NO_PIECE
+            entry = -1 - NO_WORK
 
     def number_of(entry):
         return T.max(entry, -1 - entry)
@@ -289,18 +289,18 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             make_matrices(tiles, ready, before, before_phase, warpgroup, place, scale)
 
     @T.macro
-    def read_first_state(r, segments, piece, extra, initial, scanned):
+    def read_first_state(r, segments, work, extra, initial, scanned):
         """S before the work tile's first chunk: zero if extra tokens come first."""
-        first = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.INITIAL])
+        first = T.alloc_var("int32", init=segments[work.segment, SegmentColumn.INITIAL])
         T.clear(r.S)
         if cut:
             if extra > 0:
                 first = NO_STATE
             if first != NO_STATE:
-                FirstState(first, initial, scanned).read(r.S, piece.segment, piece.hv, piece.tile * V)
+                FirstState(first, initial, scanned).read(r.S, work.segment, work.hv, work.tile * V)
         else:
             if first != NO_STATE:
-                initial.read(r.S, first, piece.hv, piece.tile * V)
+                initial.read(r.S, first, work.hv, work.tile * V)
 
     @T.macro
     def compute(queue, tiles, ready, segments, memory, states, kept, checkpoints, scanned, scale):
@@ -314,17 +314,17 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
 
         if planned:
             T.pdl_sync()
-        tiles.piece_numbers[tx] = queue.cta
-        while tiles.piece_numbers[tx] != NO_PIECE:
-            piece = queue.at(tiles.piece_numbers[tx])
-            extra = extra_tokens(memory, segments, piece)
-            read_first_state(r, segments, piece, extra, states.initial(), scanned)
+        tiles.work_numbers[tx] = queue.cta
+        while tiles.work_numbers[tx] != NO_WORK:
+            work = queue.at(tiles.work_numbers[tx])
+            extra = extra_tokens(memory, segments, work)
+            read_first_state(r, segments, work, extra, states.initial(), scanned)
             T.copy(r.S, r.S_16)
 
             tiles.done[tx] = -extra
             is_end = T.alloc_var("int32", init=0)
             while is_end == 0:
-                begin = queue.at(tiles.piece_numbers[tx])
+                begin = queue.at(tiles.work_numbers[tx])
                 left = T.alloc_var("int32", init=segments[begin.segment, SegmentColumn.LENGTH] - tiles.done[tx])
                 until = T.alloc_var("int32", init=kept.checkpoint_every)
                 if cut:
@@ -346,7 +346,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                     left -= C
                 end_scales(r, tiles)
 
-                end = queue.at(tiles.piece_numbers[tx])
+                end = queue.at(tiles.work_numbers[tx])
                 done = T.alloc_var("int32", init=tiles.done[tx])
                 length = T.alloc_var("int32", init=segments[end.segment, SegmentColumn.LENGTH])
                 is_end = T.Select(done >= length, 1, 0)
@@ -363,52 +363,52 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                         into = chosen(written != CHECKPOINT, states.final(), kept.view(states))
                         into.write(r.S, to, end.hv, end.tile * V)
                     written += 1
-            number = T.alloc_var("int32", init=NO_PIECE)
+            number = T.alloc_var("int32", init=NO_WORK)
             if planned:
-                take_piece(tiles, ready, at_place.turn(place), number)
-                place = next_turn(place)
-            tiles.piece_numbers[tx] = number_of(number)
+                take_work(tiles, ready, at_place.wave(place), number)
+                place = next_wave(place)
+            tiles.work_numbers[tx] = number_of(number)
 
     def is_unknown(early, queue, number):
         """Whether the warp has not found the work tile itself."""
         return ((early == 0) | (number != queue.cta)) if planned else True
 
     @T.macro
-    def read_extent(extent, segments, memory, piece, condition):
+    def read_extent(extent, segments, memory, work, condition):
         """Reads a work tile's first token row and number of tokens, on a condition."""
         if condition:
             if planned:
                 T.pdl_sync()
-            extra = extra_tokens(memory, segments, piece)
-            extent[0] = segments[piece.segment, SegmentColumn.ROW] - extra
-            extent[1] = segments[piece.segment, SegmentColumn.LENGTH] + extra
+            extra = extra_tokens(memory, segments, work)
+            extent[0] = segments[work.segment, SegmentColumn.ROW] - extra
+            extent[1] = segments[work.segment, SegmentColumn.LENGTH] + extra
 
     @T.macro
-    def draw_piece(queue, tiles, ready, number: T.Ref, turn: T.Ref, extent, segments, memory):
+    def draw_work(queue, tiles, ready, number: T.Ref, wave: T.Ref, extent, segments, memory):
         """The producer warp draws the CTA's next work tile that has tokens, and passes it to the other roles."""
         extent[1] = 0
-        while (extent[1] == 0) & (number < queue.pieces):
+        while (extent[1] == 0) & (number < queue.work_tiles):
             T.pdl_sync()
-            number = queue.next_piece()
-            read_extent(extent, segments, memory, queue.at(number), number < queue.pieces)
-        if number < queue.pieces:
-            put_piece(tiles, ready, turn, number)
+            number = queue.next_work()
+            read_extent(extent, segments, memory, queue.at(number), number < queue.work_tiles)
+        if number < queue.work_tiles:
+            put_work(tiles, ready, wave, number)
 
     @T.macro
     def load(queue, tiles, ready, first, ring: T.Ref, extent, early, segments, memory, tokens):
         """The producer warp: work tiles from the queue, K, Q and V. It draws the next tile before it waits for the last
         stage of V, which hides the latency."""
         number = T.alloc_var("int32", init=first)
-        turn = T.alloc_var("int32", init=0)
-        if first != NO_PIECE:
+        wave = T.alloc_var("int32", init=0)
+        if first != NO_WORK:
             read_extent(extent, segments, memory, queue.at(first), is_unknown(early, queue, first))
             if planned:  # noqa: SIM102, this one is Python's
                 if extent[1] == 0:
-                    draw_piece(queue, tiles, ready, number, turn, extent, segments, memory)
-        while number < queue.pieces:
-            piece = queue.at(number)
-            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
-            v0 = T.alloc_var("int32", init=piece.tile * V)
+                    draw_work(queue, tiles, ready, number, wave, extent, segments, memory)
+        while number < queue.work_tiles:
+            work = queue.at(number)
+            hk = T.alloc_var("int32", init=T.truncdiv(work.hv, sizes.group))
+            v0 = T.alloc_var("int32", init=work.tile * V)
             row = T.alloc_var("int32", init=extent[0])
             chunks = T.alloc_var("int32", init=T.truncdiv(extent[1] + (C - 1), C))
             for c in T.serial(chunks):
@@ -421,25 +421,25 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 tile.arrive(ready.loaded)
                 if planned:  # noqa: SIM102, this one is Python's
                     if c == chunks - 1:
-                        draw_piece(queue, tiles, ready, number, turn, extent, segments, memory)
+                        draw_work(queue, tiles, ready, number, wave, extent, segments, memory)
                 value.wait_until_free(ready.released_v)
                 for w in T.unroll(WARPGROUPS):
                     fetch(
-                        tokens.v[t : t + C, piece.hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
+                        tokens.v[t : t + C, work.hv, v0 + w * ROWS : v0 + w * ROWS + ROWS],
                         tiles.V[u, w, :, :],
                         ready.loaded_v[u],
                     )
                 value.arrive(ready.loaded_v)
                 ring = next_chunk(ring)
             if not planned:
-                number = NO_PIECE
+                number = NO_WORK
         if planned:  # noqa: SIM102, this one is Python's
-            if first != NO_PIECE:
+            if first != NO_WORK:
                 number = queue.next_empty(segments, queue.cta + queue.ctas)
-                while number < queue.pieces:
-                    put_piece(tiles, ready, turn, -1 - number)
+                while number < queue.work_tiles:
+                    put_work(tiles, ready, wave, -1 - number)
                     number = queue.next_empty(segments, number + queue.ctas)
-                put_piece(tiles, ready, turn, -1 - NO_PIECE)
+                put_work(tiles, ready, wave, -1 - NO_WORK)
 
     @T.macro
     def load_gates(g_bits, beta_bits, inside, row, hv, rest):
@@ -465,22 +465,22 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         g_pair = T.alloc_local([2], "float32")
         beta_pair = T.alloc_local([2], "float32")
         number = T.alloc_var("int32", init=first)
-        turn = T.alloc_var("int32", init=0)
+        wave = T.alloc_var("int32", init=0)
         ends = T.alloc_var("int32", init=WARPGROUPS)  # each warpgroup asks for one chunk after the last
-        while number != NO_PIECE:
-            piece = queue.at(number)
-            read_extent(extent, segments, memory, piece, is_unknown(early, queue, number))
+        while number != NO_WORK:
+            work = queue.at(number)
+            read_extent(extent, segments, memory, work, is_unknown(early, queue, number))
             row = T.alloc_var("int32", init=extent[0])
             rest = T.alloc_var("int32", init=extent[1])
-            own = own_tokens(segments, piece)
-            load_gates(g_bits, beta_bits, inside, row, piece.hv, rest)
+            own = own_tokens(segments, work)
+            load_gates(g_bits, beta_bits, inside, row, work.hv, rest)
             extern(
                 "load_head_gate",
                 head_gate.data,
                 T.access_ptr(inside.A_log[0], "r"),
                 T.access_ptr(inside.dt_bias[0], "r"),
                 inside.activations,
-                piece.hv,
+                work.hv,
             )
             while rest > 0:
                 tile = stage(ring)
@@ -496,12 +496,12 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                     inside.activations,
                     rest,
                 )
-                load_gates(g_bits, beta_bits, inside, row + C, piece.hv, rest - C)
+                load_gates(g_bits, beta_bits, inside, row + C, work.hv, rest - C)
                 tile.wait_until_free(ready.released)
                 tiles.lengths[s] = T.min(rest, C)
                 if low_level:
-                    tiles.rows_of_A[s] = T.Select((piece.tile == 0) & is_own(rest, own), row, NO_ROW)
-                    tiles.heads_of_A[s] = piece.hv
+                    tiles.rows_of_A[s] = T.Select((work.tile == 0) & is_own(rest, own), row, NO_ROW)
+                    tiles.heads_of_A[s] = work.hv
                 extern(
                     "make_table",
                     T.access_ptr(tiles.gates[s, 0, 0], "w"),
@@ -510,10 +510,10 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                     T.float32(1) if normalize else scale,
                 )
                 tile.arrive(ready.gated)
-                if T.bool(low_level) & (piece.tile == 0) & is_own(rest, own):
+                if T.bool(low_level) & (work.tile == 0) & is_own(rest, own):
                     extern(
                         "store_cumsum",
-                        T.access_ptr(g_cumsum[row, piece.hv], "w"),
+                        T.access_ptr(g_cumsum[row, work.hv], "w"),
                         T.access_ptr(tiles.gates[s, 0, 0], "r"),
                         H_v,
                         rest,
@@ -521,7 +521,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 ring = next_chunk(ring)
                 row += C
                 rest -= C
-            take_next(tiles, ready, turn, number)
+            take_next(tiles, ready, wave, number)
             if number < 0:
                 while ends > 0:
                     tile = stage(ring)
@@ -540,12 +540,12 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         if low_level:
             stores = T.alloc_var("int32", init=0)
         number = T.alloc_var("int32", init=first)
-        turn = T.alloc_var("int32", init=0)
-        while number != NO_PIECE:
-            piece = queue.at(number)
-            extra = extra_tokens(memory, segments, piece)
-            own = own_tokens(segments, piece)
-            row = T.alloc_var("int32", init=segments[piece.segment, SegmentColumn.ROW] - extra)
+        wave = T.alloc_var("int32", init=0)
+        while number != NO_WORK:
+            work = queue.at(number)
+            extra = extra_tokens(memory, segments, work)
+            own = own_tokens(segments, work)
+            row = T.alloc_var("int32", init=segments[work.segment, SegmentColumn.ROW] - extra)
             rest = T.alloc_var("int32", init=own + extra)
             while rest > 0:
                 if low_level:
@@ -563,14 +563,14 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                         stores += 1
                 Stage(w, stores % 2 if low_level else value_stage(ring).index).wait_for(ready.staged)
                 if is_own(rest, own):
-                    store_rows(tiles.O, w, outputs.o, row, piece.hv, piece.tile * V + w * ROWS, rest)
+                    store_rows(tiles.O, w, outputs.o, row, work.hv, work.tile * V + w * ROWS, rest)
                 T.barrier_arrive(ready.stored[w])
                 if low_level:
                     stores += 1
                 ring = next_chunk(ring)
                 row += C
                 rest -= C
-            take_next(tiles, ready, turn, number)
+            take_next(tiles, ready, wave, number)
             number = number_of(number)
 
     @T.macro
@@ -611,9 +611,9 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         ):
             row = T.alloc_var("int32", init=covered + (queue.cta + i * queue.ctas) * C)
             clear_rows(row, T.min(T.Cast("int32", sizes.tokens) - row, C), outputs)
-        piece = queue.at(queue.cta)
+        work = queue.at(queue.cta)
         begin = T.alloc_var("int32", init=segment[SegmentColumn.ROW] + segment[SegmentColumn.LENGTH])
-        if (warp == EPILOGUE) & (piece.hv == 0) & (piece.tile == 0) & (begin < segment[OwnSegment.END]):
+        if (warp == EPILOGUE) & (work.hv == 0) & (work.tile == 0) & (begin < segment[OwnSegment.END]):
             clear_rows(begin, segment[OwnSegment.END] - begin, outputs)
 
     @T.prim_func
@@ -663,13 +663,13 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                     else:
                         T.pdl_sync()
                 # A role begins with the CTA's own work tile. For the other warps its loop is empty.
-                of_producer = T.if_then_else(warp == PRODUCER, cta, NO_PIECE)
+                of_producer = T.if_then_else(warp == PRODUCER, cta, NO_WORK)
                 load(queue, tiles, ready, of_producer, ring, extent, early, segments, memory.memory, tokens)
-                of_gates = T.if_then_else(warp == GATES, cta, NO_PIECE)
+                of_gates = T.if_then_else(warp == GATES, cta, NO_WORK)
                 of_tables = (segments, memory.memory, gates, outputs.g_cumsum, scale)
                 make_tables(queue, tiles, ready, of_gates, ring, extent, early, *of_tables)
                 w = T.alloc_var("int32", init=warp - EPILOGUE)
-                of_epilogue = T.if_then_else((w >= 0) & (w < WARPGROUPS), cta, NO_PIECE)
+                of_epilogue = T.if_then_else((w >= 0) & (w < WARPGROUPS), cta, NO_WORK)
                 store(queue, tiles, ready, of_epilogue, w, ring, segments, memory.memory, outputs)
                 if planned:
                     clear_padding(queue, warp, plan.chunks, outputs)

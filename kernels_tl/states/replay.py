@@ -25,10 +25,10 @@ class Outgoing(NamedTuple):
     stored: object  # back: the part has been stored
 
 
-def read_scanned(fragment, scanned, piece):
+def read_scanned(fragment, scanned, work):
     """Reads rows of S^T from the states that segment_scan has written."""
     K = scanned.shape[-1]
-    state = T.access_ptr(scanned[piece.slot, piece.hv, piece.v0, 0], "r")
+    state = T.access_ptr(scanned[work.slot, work.hv, work.v0, 0], "r")
     return extern(f"read_state<{K}>", fragment.data, state, Dtype.FLOAT32, True, K, V, K)
 
 
@@ -41,15 +41,15 @@ def stage_values(values, fragment, element, warpgroup, step, offset):
 
 
 @T.macro
-def store(state, values, states, rows, piece, segment, reverse):
+def store(state, values, states, rows, work, segment, reverse):
     """The epilogue warps, one for each consumer warpgroup: the state to `states` by chunks, the values to `rows` by
     tokens. `reverse`: the last chunk first."""
     w = T.alloc_var("int32", init=epilogue_warp(CONSUMERS))
     for step in T.serial(T.if_then_else(w < WARPGROUPS, segment.chunks, 0)):
         c = segment.chunks - 1 - step if reverse else step
         row, slot = segment.row_and_slot(c)
-        hv = T.alloc_var("int32", init=extern("kept", piece.hv, returns="int32"))  # addresses are computed in the loop
-        v0 = T.alloc_var("int32", init=piece.v0 + w * ROWS)
+        hv = T.alloc_var("int32", init=extern("kept", work.hv, returns="int32"))  # addresses are computed in the loop
+        v0 = T.alloc_var("int32", init=work.v0 + w * ROWS)
         stage = Stage(w, step % 2)
         stage.wait_for(state.staged)
         T.fence_proxy_async()

@@ -74,7 +74,7 @@ def replay_states(dtype, K):
         return Outgoing(tiles.V_new, ready.V_new_staged, ready.V_new_stored)
 
     @T.macro
-    def compute(tiles, ready, piece, segment, initial, scanned):
+    def compute(tiles, ready, work, segment, initial, scanned):
         """The consumers: the recurrence, with h and V_new to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, tile.early_factors, output=False, exact=True)
@@ -82,9 +82,9 @@ def replay_states(dtype, K):
         rows = T.alloc_var("int32", init=extern("rows_offset", returns="int32"))
         T.clear(r.S)
         if segment.initial >= 0:
-            initial.read(r.S, segment.initial, piece.hv, piece.v0)
+            initial.read(r.S, segment.initial, work.hv, work.v0)
         if segment.initial == FROM_SCAN:
-            read_scanned(r.S, scanned, piece)
+            read_scanned(r.S, scanned, work)
         for c in T.serial(segment.chunks):
             s = T.alloc_var("int32", init=c % STAGES)
             stage = stage_of(c, STAGES, s)
@@ -118,7 +118,7 @@ def replay_states(dtype, K):
             stage.arrive(ready.released)
 
     @T.macro
-    def load(tiles, ready, piece, segment, hk, tokens, matrices):
+    def load(tiles, ready, work, segment, hk, tokens, matrices):
         """The producer warp: the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         for c in T.serial(segment.chunks):
@@ -127,11 +127,11 @@ def replay_states(dtype, K):
             stage = stage_of(c, STAGES, s)
             stage.wait_until_free(ready.released)
             fetch(tokens.k[t : t + C, hk, 0:K], tiles.K[s, :, :], ready.loaded[s])
-            fetch(matrices.gates[slot, piece.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
+            fetch(matrices.gates[slot, work.hv, :, :], tiles.gates[s, :, :], ready.loaded[s])
             for w in T.unroll(WARPGROUPS):
-                v0 = piece.v0 + w * ROWS
-                fetch(tokens.v[t : t + C, piece.hv, v0 : v0 + ROWS], tiles.V[s, w, :, :], ready.loaded[s])
-            for target, source in block_rows(tiles.L, s, matrices.rows, slot, piece.hv, 0, edge):
+                v0 = work.v0 + w * ROWS
+                fetch(tokens.v[t : t + C, work.hv, v0 : v0 + ROWS], tiles.V[s, w, :, :], ready.loaded[s])
+            for target, source in block_rows(tiles.L, s, matrices.rows, slot, work.hv, 0, edge):
                 fetch(source, target, ready.loaded[s])
             stage.arrive(ready.loaded)
 
@@ -145,21 +145,21 @@ def replay_states(dtype, K):
         with T.Kernel(grid_of_tiles(sizes), threads=tile.threads, prelude=PRELUDE) as cta:
             tiles = make_tiles()
             ready = make_barriers()
-            piece, segment = locate_tile(cta, sizes, chunks.plan.segments)
+            work, segment = locate_tile(cta, sizes, chunks.plan.segments)
             if (segment.length == 0) & (cta != 0):
                 extern("leave")
             T.pdl_sync()
             T.pdl_trigger()
-            hk = T.alloc_var("int32", init=T.truncdiv(piece.hv, sizes.group))
+            hk = T.alloc_var("int32", init=T.truncdiv(work.hv, sizes.group))
             if T.get_thread_binding() < CONSUMERS:
                 T.inc_max_nreg(tile.registers[0])
-                compute(tiles, ready, piece, segment, states.initial_in_a_run(), maps.states)
+                compute(tiles, ready, work, segment, states.initial_in_a_run(), maps.states)
             else:
                 T.dec_max_nreg(tile.registers[1])
                 if is_producer_warp(CONSUMERS):
-                    load(tiles, ready, piece, segment, hk, chunks.tokens, chunks.matrices)
+                    load(tiles, ready, work, segment, hk, chunks.tokens, chunks.matrices)
                 else:
                     state = Outgoing(tiles.h, ready.h_staged, ready.h_stored)
-                    store(state, values_of(tiles, ready), replay.h, replay.v_new, piece, segment, reverse=False)
+                    store(state, values_of(tiles, ready), replay.h, replay.v_new, work, segment, reverse=False)
 
     return main

@@ -1,6 +1,6 @@
 // Ordered accumulation: dQ and dK of a query/key head are sums over the value heads of its group and their tiles of
 // value rows. The CTAs of these heads and tiles add one after the other, in a fixed order, so the sums have the same
-// bits every time. turns[chunk, H_k] counts the CTAs that have added.
+// bits every time. semaphores[chunk, H_k] counts the CTAs that have added.
 //
 // A CTA only waits for CTAs with lower numbers. The GPU begins CTAs in the order of their numbers, so the CTAs that it
 // waits for run already, or have ended.
@@ -11,10 +11,10 @@
 namespace flash_qla::device {
 
 // Waits until `own` CTAs have added to the chunk. One warp calls it, and may then read and add to their sums.
-__device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
+__device__ __forceinline__ void wait_for_semaphore(const int* semaphore, int own) {
   if (own > 0) {
     if (lane_here() == 0) {
-      while (load_acquire(turn) < own) {
+      while (load_acquire(semaphore) < own) {
         __nanosleep(100);
       }
     }
@@ -24,12 +24,12 @@ __device__ __forceinline__ void wait_for_turn(const int* turn, int own) {
 }
 
 // Lets the next CTA add, unless this is the last of `takers`. The same warp calls it, after its sums are in memory.
-__device__ __forceinline__ void end_turn(int* turn, int own, int takers) {
+__device__ __forceinline__ void release_semaphore(int* semaphore, int own, int takers) {
   if (own + 1 < takers) {
     fence_proxies();
     __syncwarp();
     if (lane_here() == 0) {
-      store_release(turn, own + 1);
+      store_release(semaphore, own + 1);
     }
   }
 }
