@@ -321,7 +321,7 @@ def check_halos(lengths: tuple[int, ...], padding: int, widths: tuple[int, ...],
             rows = []
             for t in range(begin - width + 1, begin):
                 here = t >= 0 and bool(sequence[t] == sequence[begin] < len(lengths))
-                rows.append(x[0, t] * here)
+                rows.append(x[0, max(t, 0)] * here)
             return torch.stack(rows) if rows else x[0, :0]
 
         ranks = [parts_of(total, world_size, r, layout) for r in range(world_size)]

@@ -213,8 +213,10 @@ def test_compiled_halo(device, world_size, case):
 
 @pytest.mark.parametrize(("device", "world_size"), [("cpu", 1), ("cpu", 3), ("cpu", 8), of_two_gpus(2)])
 def test_halos(device, world_size):
+    """Also halos of one token, and those from several parts, of down to one token each."""
     batches = [((240,), 0), ((7, 0, 200, 33), 0), ((1,) * 20 + (219, 1), 0), ((7, 150), 83), ((30,), 210)]
-    run_on_ranks(world_size, cp_ranks.halos, batches, (1, 4, 20), device, device=device)
+    batches.append(((2 * world_size,), 0))
+    run_on_ranks(world_size, cp_ranks.halos, batches, (1, 2, 4, 20), device, device=device)
 
 
 @ON_BOTH
@@ -588,6 +590,38 @@ def test_transforms_are_refused(function, transformed):
 
     with pytest.raises(NotImplementedError, match=f"{function} .*exchanges tensors between ranks.* torch.func"):
         transformed(loss)(inputs["v"])
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_the_workspace_of_a_trace(monkeypatch, op):
+    """It is that of the call, with each of the options that decide about it."""
+    monkeypatch.setattr(_binary, "card", lambda _: _C.cards()["H200"])
+    begin = getattr(torch.ops.flash_qla, f"gated_delta_rule_{op}_begin")
+    names, sizes = {x.name for x in begin.default._schema.arguments}, set()
+    of_gate = {"use_gate_in_kernel": True, "A_log": torch.zeros(4), "dt_bias": torch.zeros(4)}
+    of_beta, l2norm, whole = {"use_beta_sigmoid_in_kernel": True}, {"use_qk_l2norm_in_kernel": True}, {"auto_cp": False}
+    for case, options in itertools.product(
+        (Case(lengths=(9000, 700, 300), H_k=2, H_v=4, K=160), Case(T=10000, H_k=2, H_v=4)),
+        ({}, of_gate, of_beta, of_gate | of_beta, l2norm, whole, l2norm | of_beta | whole),
+    ):
+        arguments = make_inputs(case, "cpu") | make_gradients(case, "cpu") | {"map_sequences": [0]}
+        arguments |= {"g_raw": arguments["g"], "g": None} if op == "backward" else {}
+        arguments |= {"auto_cp": True, "use_qk_l2norm_in_kernel": False} | options
+        given = {name: arguments[name] for name in names & arguments.keys()}
+        with FakeTensorMode():
+            fakes = {
+                name: torch.empty(x.shape, dtype=x.dtype, device="cuda") if isinstance(x, torch.Tensor) else x
+                for name, x in given.items()
+            }
+            found = begin(**fakes)[1].shape[0]
+        shape = {"B": 1, "T": 10000, "N": len(case.lengths or (0,)), "H_k": 2, "H_v": 4, "K": case.K, "V": case.V}
+        shape |= {"varlen": bool(case.lengths), "auto_cp": arguments["auto_cp"], "over_ranks": True}
+        shape |= {"use_qk_l2norm": arguments["use_qk_l2norm_in_kernel"]} | _C.cards()["H200"]
+        if op == "backward":
+            shape["activations"] = bool({"use_gate_in_kernel", "use_beta_sigmoid_in_kernel"} & options.keys())
+        assert found == getattr(_C, f"{op}_dispatch")(**shape).workspace_bytes, (case, options)
+        sizes.add(found)
+    assert len(sizes) > (2 if op == "forward" else 4)  # the options matter
 
 
 @pytest.mark.parametrize("op", ["forward", "backward"])
