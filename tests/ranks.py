@@ -42,6 +42,18 @@ def _run(rank, world_size, backend, timeout, folder, function, args):
     dist.destroy_process_group()
 
 
+class GroupOfOne:
+    """The part of a process group of one rank that a context uses, without processes."""
+
+    group_name = "alone"
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
 def of_two_gpus(*values):
     """Parameters of a test on two GPUs, the device first."""
     return pytest.param("cuda", *values, marks=TWO_GPUS)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from dispatched import Ran
+from ranks import GroupOfOne
 
 import flash_qla
 from flash_qla.cp import build_cp_context
@@ -37,19 +38,6 @@ def tokens(seed: int, count: int = T) -> dict[str, torch.Tensor]:
 
 
 OTHER = tokens(1)
-
-
-@dataclasses.dataclass
-class Group:
-    """The part of a process group of one rank that a context uses."""
-
-    group_name = "alone"
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
 
 
 @dataclasses.dataclass
@@ -117,7 +105,7 @@ ACTIVATIONS = [
 LAYOUTS = [Row("state_v_first", True, {"state_v_first": True})]
 IGNORED = [Row("chunk_indices", torch.tensor([[0, 0]]), NOTHING), Row("chunk_size", 64, NOTHING)]
 KNOWN_LENGTHS = [Row("cu_seqlens_cpu", OFFSETS, {"max_seqlen": T - 1}, {"cu_seqlens": OFFSETS})]
-CONTEXT = build_cp_context(OFFSETS, Group())
+CONTEXT = build_cp_context(OFFSETS, GroupOfOne())
 CONTEXTS = [Row("cp_context", CONTEXT, {"cu_seqlens": CONTEXT.cu_seqlens})]
 
 FLA = [

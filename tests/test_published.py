@@ -6,8 +6,9 @@ import importlib
 import pytest
 import torch
 from cases import Case, make_gradients, make_inputs
+from dispatched import Ran
 from published_ranks import assert_near, low_level_on_ranks, published_context_on_ranks, without_the_cache
-from ranks import of_two_gpus, run_on_ranks
+from ranks import GroupOfOne, of_two_gpus, run_on_ranks
 
 import flash_qla
 from flash_qla.cp.published import CPCache
@@ -124,6 +125,26 @@ def test_auto_cp_of_a_context(enable_intra, auto_cp, monkeypatch):
     flash_qla.chunk_gated_delta_rule(*tensors, auto_cp=auto_cp, cp_context=context)
     (call,) = calls
     assert call[9] is context.cu_seqlens and call[11] is enable_intra
+
+
+@pytest.mark.parametrize("enable_intra", (False, True))
+@pytest.mark.parametrize("auto_cp", (False, True))
+def test_what_reaches_the_ops_with_ranks(enable_intra, auto_cp):
+    """The context's offsets and its decision about splits, and no max_seqlen, because that is of all ranks' tokens."""
+    tensors, _ = inputs_of(Case(lengths=(70, 3)))
+    context = build_cp_context(
+        torch.tensor([0, 70, 73]), enable_inter=True, enable_intra=enable_intra, group=GroupOfOne()
+    )
+    others = {"auto_cp": auto_cp, "cp_context": context, "max_seqlen": 3, "cu_seqlens": torch.tensor([0, 73])}
+    q, k, v, g, beta = tensors
+    with Ran() as ran:
+        o, _ = flash_qla.chunk_gated_delta_rule(*tensors, **others)
+        *_, cache = flash_qla.chunk_gated_delta_rule_fwd(*tensors, **others)
+        flash_qla.chunk_gated_delta_rule_bwd(q, k, v, None, beta, None, o, cp_cache=cache, g_raw=g, **others)
+    assert ran.ops == [f"chunk_gated_delta_rule{suffix}" for suffix in ("", "_fwd", "_bwd")]
+    for call in ran.arguments:
+        assert call.get("auto_cp", True) is enable_intra and call.get("max_seqlen") is None
+        assert call["cu_seqlens"] is context.cu_seqlens
 
 
 def test_context_of_no_offsets(device):
