@@ -307,6 +307,23 @@ def refusals() -> dict[str, str]:
     return messages
 
 
+def over_two_dimensions(H_k: int) -> str:
+    """The heads over both dimensions of a mesh: what the error says, or "nothing" if the results are those of one."""
+    mesh = init_device_mesh(device_of_ranks(), (2, 2))
+    inputs = make_inputs(Case(B=2, T=6, H_k=H_k, H_v=2 * H_k, K=8, V=8), device_of_ranks())
+    local = {
+        name: distribute_tensor(x, mesh, placements_of(name, "heads") * 2) if torch.is_tensor(x) else x
+        for name, x in inputs.items()
+    }
+    try:
+        o, _ = flash_qla.chunk_gated_delta_rule(**local)
+    except Exception as error:
+        return str(error)
+    assert list(o.placements) == placements_of("o", "heads") * 2
+    assert_same("o", o.full_tensor(), flash_qla.chunk_gated_delta_rule(**inputs)[0])
+    return "nothing"
+
+
 class Block(nn.Module):
     """Projections to q, k, v, the gate and beta, the Gated Delta Rule, and a projection back."""
 

@@ -10,6 +10,7 @@ from dtensor_ranks import (
     compiled,
     convolution,
     norm,
+    over_two_dimensions,
     partial_gradients,
     partial_gradients_beside_heads,
     refusals,
@@ -89,6 +90,13 @@ def test_partial_gradients_beside_heads(H_k):
             assert error == "nothing"
         else:
             assert "do is a DTensor placed" in error and "expected Replicate() on dimension 0 of the mesh" in error
+
+
+@pytest.mark.parametrize("H_k", (2, 4, 6))
+def test_heads_over_two_dimensions(H_k):
+    """Each of the 4 shards has whole groups, or the call is refused, also where each dimension alone divides them."""
+    for error in run_on_ranks(4, over_two_dimensions, H_k):
+        assert error == "nothing" if H_k == 4 else f"q has {H_k} heads, expected a multiple of 4" in error
 
 
 @pytest.mark.parametrize("name", WITH_POOL)
