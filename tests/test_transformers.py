@@ -257,6 +257,24 @@ def test_gradients_with_a_cache(calls):
     assert_same_gradients(cached, plain)
 
 
+@all_models
+def test_gradients_of_a_step_after_a_cache(name):
+    """A token that follows a cache runs by parts where gradients are requested, because decoding has none. The cache
+    is written in place, so only what follows the delta rule has gradients, in transformers' own layer too."""
+    found = []
+    for switched in (False, True):
+        model = small_model(name).requires_grad_(False)
+        (layer,) = gated_delta_nets(model)
+        if switched:
+            use_flash_qla(model)
+        with torch.no_grad():
+            cache = example.cache_of(model, model(text(20)[:, :19], use_cache=True))
+        weight = _transformers_layer.norm_of(layer).weight.requires_grad_()
+        out = example.continued(model, cache, text(20)[:, 19:])
+        found += torch.autograd.grad(out.logits.square().sum(), weight)
+    assert example.relative_error(*found) < FP32_TOLERANCE and found[0].any()
+
+
 @pytest.mark.long
 @all_models
 def test_gradients_under_torch_compile(name):
@@ -403,6 +421,7 @@ def unhook_like_accelerate(layer):
 def test_layers_that_accelerate_has_wrapped(wrapped, calls):
     model = small_model()
     (layer,) = gated_delta_nets(model)
+    before = dict(vars(layer))
     if wrapped in ("before", "until switched"):
         hook_like_accelerate(layer)
     use_flash_qla(model)
@@ -415,6 +434,8 @@ def test_layers_that_accelerate_has_wrapped(wrapped, calls):
     if wrapped == "while switched":
         unhook_like_accelerate(layer)
     restore(model)
+    # A bound forward would run this layer's weights in each of its copies.
+    assert wrapped != "while switched" or vars(layer) == before
     model(text(20))
     assert len(calls) == 1
 
