@@ -296,6 +296,22 @@ def test_wrong_memory_and_contents(change, text):
 
 
 @pytest.mark.usefixtures("errors_change_nothing")
+@pytest.mark.parametrize("name", ("d_cache", "k_cache", "g_cache"))
+def test_slots_that_are_not_contiguous(name):
+    """With a gap in any dimension of a slot; the slots themselves may be apart."""
+    call = make_call(Case(), 3)
+    given = call[name]
+    for dim in range(given.dim()):
+        spread = torch.repeat_interleave(given, 2, dim)[(slice(None),) * dim + (slice(None, None, 2),)]
+        arguments = {x: y.clone() if isinstance(y, torch.Tensor) else y for x, y in call.items()} | {name: spread}
+        if dim == 0:
+            assert torch.equal(decode_gated_delta_rule_buffered(**arguments), decode_gated_delta_rule_buffered(**call))
+            continue
+        with pytest.raises(RuntimeError, match=rf"{name} has strides \[.*\], expected contiguous slots"):
+            decode_gated_delta_rule_buffered(**arguments)
+
+
+@pytest.mark.usefixtures("errors_change_nothing")
 def test_gates_have_the_compute_dtype():
     """Changes and keys may have the dtype of q, the sums of gates may not."""
     call = make_call(Case(dtype=BF16), 3)

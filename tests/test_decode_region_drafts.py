@@ -25,6 +25,7 @@ class Case(test_decode_region.Case):
     accepted: tuple[int, ...] = ()  # with states in slots of their own, as vLLM has them
     parents: tuple[int, ...] = ()  # of each sequence
     kept_rows: tuple[int, ...] = ()  # of states and windows after tokens, as SGLang has them
+    kept: tuple[str, ...] = ("states", "windows")  # which of them; windows alone are in the sequences' order
     update_state: bool = True
     with_convolution: bool = True
     with_write_indices: bool = True  # with `accepted`
@@ -67,6 +68,10 @@ def make(case: Case, device: str, seed: int = 0) -> dict:
         x["intermediate_indices"] = table(case.kept_rows)
         x["intermediate_states"] = randn(rows, case.steps, *state, like=states)
         x["intermediate_windows"] = randn(rows, case.steps, D, case.W - 1, like=windows)
+        for name in {"states", "windows"} - {*case.kept}:
+            del x[f"intermediate_{name}"]
+        if "states" not in case.kept:
+            del x["intermediate_indices"]
     if case.parents:
         x["parents"] = table([case.parents] * N)
     if not case.with_convolution:
@@ -125,11 +130,10 @@ def expected(x: dict) -> dict:
                 after["state_pool"][at["write_indices"][n][t]] = state
             elif x["update_state"] and t == end - begin - 1:
                 after["state_pool"][slots[accepted - 1]] = state
-            kept = at["intermediate_indices"][n] if "intermediate_indices" in at else -1
-            if kept >= 0 and t < before["intermediate_states"].shape[1]:
-                after["intermediate_states"][kept, t] = state
-                if windows is not None:
-                    after["intermediate_windows"][kept, t] = window[0]
+            kept = at["intermediate_indices"][n] if "intermediate_indices" in at else n
+            for name, number in (("intermediate_states", state), ("intermediate_windows", window)):
+                if name in after and kept >= 0 and t < after[name].shape[1] and number is not None:
+                    after[name][kept, t] = number[0] if "windows" in name else number
             if windows is not None and x["update_state"] and t == end - begin - 1:
                 rows = torch.cat([windows[0], tokens["mixed"][row, begin:end][path[1:]].mT], -1)
                 if "num_accepted_tokens" in at:
@@ -153,6 +157,8 @@ CASES = (
     Case(**TREE | {"parents": (-1, 0, 1, 2)}, columns=4, with_convolution=False),
     Case(kept_rows=(0, 2, 1, 3), steps=2),
     Case(kept_rows=(0, 2, 1, 3), with_bias=False, with_dt_bias=False, K=64, V=72),
+    *(Case(kept_rows=(0, 1, 2, 3), kept=(kept,)) for kept in ("states", "windows")),
+    Case(**TREE | {"kept_rows": (0, 1, 2, 3)}, kept=("windows",)),
     Case(lengths=(8, 1, 7), indices=(3, 5, 0), columns=4, K=120, V=264, H_k=1, H_v=1, kept_rows=(3, 0, 1), steps=8),
     Case(lengths=(3, 2), indices=(1, 0), state_dtype=torch.float8_e4m3fn, options=(("null_index", 0),)),
     Case(
@@ -184,6 +190,10 @@ def draw(r: random.Random, sizes: dict) -> Case:
     if kind in ("rows", "tree"):
         rows = r.sample(range(N + 2), N)
         fields["kept_rows"] = tuple(-1 if r.random() < 0.1 else row for row in rows)
+        choices = (("states",), ("states", "windows"), ("windows",))
+        fields["kept"] = r.choice(choices if fields["with_convolution"] else choices[:1])
+        if fields["kept"] == ("windows",):
+            fields["kept_rows"] = tuple(range(N))
     if kind == "tree":
         fields["parents"] = tuple(r.randint(-1, t - 1) for t in range(steps))
     return Case(**fields)
