@@ -324,6 +324,41 @@ class TestCache:
         path.write_text(json.dumps(record))
 
 
+INCLUDED = {
+    "layout.py": "ROWS = 8\n",
+    "rows.cuh": '#include "layout.h"\n',
+    "sums.cuh": '#include "rows.cuh"\n',
+    "other.cuh": "",
+    "sizes.py": "THREADS = 128\n",
+    "common.py": "from fixture_kernels.sizes import THREADS\n",
+    "add.py": 'from fixture_kernels.common import THREADS\n\nSOURCE = """\n#include "sums.cuh"\n"""\n',
+    "copy.py": 'SOURCE = """\n#include "other.cuh"\n"""\n',
+}
+
+
+@pytest.mark.build
+@needs_tilelang
+def test_a_kernel_is_out_of_date_after_a_change_of_any_of_its_files(tmp_path):
+    """Of what it imports and includes, directly or not, and of the constants that a header has from layout.py."""
+    package = write_package(tmp_path, INCLUDED)
+    program = (
+        "import sys; from pathlib import Path; from build_tools.instance import Instance\n"
+        "from build_tools.kernels import Builder\n"
+        "package = Path(sys.argv[1]); sys.path.insert(0, str(package.parent))\n"
+        "def hashes():\n"
+        "    builder = Builder(package, package.parent / 'out')\n"
+        "    return {name: builder.content_hash(Instance(name)) for name in ('add', 'copy')}\n"
+        "for file in sys.argv[2:]:\n"
+        "    before = hashes()\n"
+        "    with (package / file).open('a') as x: x.write('\\n')\n"
+        "    print(file, *(name for name, of_sources in hashes().items() if of_sources != before[name]))\n"
+    )
+    result = run([sys.executable, "-c", program, package, *INCLUDED])
+    assert result.returncode == 0, result.stderr
+    users = dict.fromkeys(INCLUDED, "add") | {"other.cuh": "copy", "copy.py": "copy"}
+    assert result.stdout.splitlines() == [f"{file} {user}" for file, user in users.items()]
+
+
 @pytest.mark.build
 @needs_tilelang
 def test_bundles(tmp_path):
