@@ -107,7 +107,7 @@ PORTABLE_FORWARD = {
     128: Tile(tile=NARROW_TILE, consumers=WARPGROUP, stages=2, shared=73.25),
     256: Tile(tile=NARROW_TILE, consumers=WARPGROUP, stages=1, shared=89.25),
 }
-PORTABLE_MATRICES_SPILLS = 8  # bytes, once per chunk
+PORTABLE_MATRICES_SPILLS = 12  # bytes, once per chunk
 # The portable backward. Tile of the last kernel: value rows at a time. The spilled registers are addresses and, with
 # K = 256, numbers of the state.
 PORTABLE_REPLAY = {
