@@ -8,6 +8,7 @@
 #include "checks.h"
 #include "contents.h"
 #include "output.h"
+#include "overlap.h"
 #include "tensors.h"
 
 namespace flash_qla {
@@ -144,6 +145,8 @@ void DecodeRegion::make_convolution(const DecodeArguments& rule, int64_t B, int6
     check_same_dtype(op_, name, *kept, *pool_of_windows, kNames.pool);
     check_rank(op_, name, *kept, 4, "[rows, steps, D, W - 1]");
     check_shape(op_, name, *kept, {kept->size(0), kept->size(1), D, convolution_.W - 1}, "[rows, steps, D, W - 1]");
+    check(!rule.parents || !are_sliding(*kept), op_, name,
+          " share memory from step to step, expected windows of their own with parents: only a chain's slide");
   }
 }
 

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "checks.h"
+#include "tensors.h"
 
 namespace flash_qla {
 
@@ -162,11 +164,31 @@ bool share_bytes(const Tensor& from, const Tensor& to, int64_t distance) {
   return reach(steps, 1 - a.size - distance, b.size - 1 - distance, tries);
 }
 
+// Sliding windows as [rows, D, columns of all steps], whose elements are those of all windows.
+Tensor joined_steps(const Tensor& windows) {
+  const std::array shape = {windows.size(0), windows.size(2), windows.size(1) + windows.size(3) - 1};
+  const std::array strides = {windows.stride(0), windows.stride(2), windows.stride(3)};
+  return view(windows, shape, strides);
+}
+
 }  // namespace
 
-void check_overlap(const char* op, std::span<const TensorArgument> arguments) {
+bool are_sliding(const Tensor& windows) {
+  return windows.dim() == 4 && windows.size(1) > 1 && windows.size(3) > 1 && windows.stride(1) == windows.stride(3);
+}
+
+void check_overlap(const char* op, std::span<const TensorArgument> given) {
   std::array<Range, kMostArguments> ranges;
-  check(arguments.size() <= kMostArguments, op, arguments.size(), " arguments, expected at most ", kMostArguments);
+  check(given.size() <= kMostArguments, op, given.size(), " arguments, expected at most ", kMostArguments);
+  std::array<TensorArgument, kMostArguments> copies;
+  std::ranges::copy(given, copies.begin());
+  const std::span<TensorArgument> arguments(copies.data(), given.size());
+  std::optional<Tensor> joined;
+  for (TensorArgument& argument : arguments) {
+    if (argument.name == "intermediate_windows" && argument.tensor && are_sliding(*argument.tensor)) {
+      argument.tensor = &joined.emplace(joined_steps(*argument.tensor));
+    }
+  }
   for (const bool written : {true, false}) {
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (arguments[i].tensor && arguments[i].is_written == written) {

@@ -15,8 +15,13 @@ struct TensorArgument {
   bool is_written;
 };
 
+// Whether `windows`, [rows, steps, D, columns], have the columns of all steps in one row of memory: a step's window
+// begins a column after that of the step before it.
+bool are_sliding(const torch::stable::Tensor& windows);
+
 // Fails unless the elements of each written tensor lie apart from each other and from all other arguments. This is
-// exact, also for strided tensors whose ranges of addresses intersect, as states and windows in one page do.
+// exact, also for strided tensors whose ranges of addresses intersect, as states and windows in one page do. Sliding
+// windows (see are_sliding) may share memory with each other.
 void check_overlap(const char* op, std::span<const TensorArgument> arguments);
 
 }  // namespace flash_qla

@@ -381,7 +381,8 @@ def decode_gated_delta_net(
         tokens; a prefill writes the first W - 1. Not with parents.
     intermediate_windows : Tensor, optional
         Memory for the window after each token, [rows, steps, D, W - 1], in the dtype of window_pool, any strides; rows
-        and steps as those of intermediate_states. It is written.
+        and steps as those of intermediate_states. It is written. Without parents the windows of a row may slide over
+        one memory, as SGLang keeps them: x.unfold(2, W - 1, 1).transpose(1, 2) of x [rows, D, W - 2 + steps].
 
     Other Parameters
     ----------------

@@ -26,10 +26,18 @@ class Case(test_decode_region.Case):
     parents: tuple[int, ...] = ()  # of each sequence
     kept_rows: tuple[int, ...] = ()  # of states and windows after tokens, as SGLang has them
     kept: tuple[str, ...] = ("states", "windows")  # which of them; windows alone are in the sequences' order
+    sliding: bool = False  # whether the windows of a row share memory
     update_state: bool = True
     with_convolution: bool = True
     with_write_indices: bool = True  # with `accepted`
     steps: int = 4  # of tables and of kept states and windows
+
+
+def slide(windows: torch.Tensor) -> torch.Tensor:
+    """The windows of all steps over one memory, with the last column of each; those of the first step entirely."""
+    steps = windows.unbind(1)
+    memory = torch.cat([steps[0], *(window[..., -1:] for window in steps[1:])], -1)
+    return memory.unfold(2, windows.shape[-1], 1).transpose(1, 2)
 
 
 def make(case: Case, device: str, seed: int = 0) -> dict:
@@ -68,6 +76,8 @@ def make(case: Case, device: str, seed: int = 0) -> dict:
         x["intermediate_indices"] = table(case.kept_rows)
         x["intermediate_states"] = randn(rows, case.steps, *state, like=states)
         x["intermediate_windows"] = randn(rows, case.steps, D, case.W - 1, like=windows)
+        if case.sliding:
+            x["intermediate_windows"] = slide(x["intermediate_windows"])
         for name in {"states", "windows"} - {*case.kept}:
             del x[f"intermediate_{name}"]
         if "states" not in case.kept:
@@ -82,6 +92,10 @@ def make(case: Case, device: str, seed: int = 0) -> dict:
 WRITTEN = ("window_pool", "state_pool", "intermediate_windows", "intermediate_states")
 
 
+def is_sliding(windows: torch.Tensor) -> bool:
+    return windows.stride(1) == windows.stride(3)
+
+
 def expected(x: dict) -> dict:
     """y, and what the op writes, in float64."""
     y, N = torch.zeros(plain(x)["z"].shape, dtype=torch.float64), x["state_indices"].shape[0]
@@ -91,6 +105,8 @@ def expected(x: dict) -> dict:
     shared |= {name: x[name] for name in ("scale", "norm_eps", "norm_activation", "allow_neg_eigval") if name in x}
     before = {name: x[name].double().cpu() for name in WRITTEN if x.get(name) is not None}
     after = {name: tensor.clone() for name, tensor in before.items()}
+    if x.get("intermediate_windows") is not None and is_sliding(x["intermediate_windows"]):
+        after["intermediate_windows"] = slide(after["intermediate_windows"])
     tables = ("state_indices", "num_accepted_tokens", "write_indices", "intermediate_indices", "parents", "cu_seqlens")
     at = {name: x[name].tolist() for name in tables if name in x}
     V, K = x["state_pool"].shape[2:]
@@ -158,6 +174,8 @@ CASES = (
     Case(kept_rows=(0, 2, 1, 3), steps=2),
     Case(kept_rows=(0, 2, 1, 3), with_bias=False, with_dt_bias=False, K=64, V=72),
     *(Case(kept_rows=(0, 1, 2, 3), kept=(kept,)) for kept in ("states", "windows")),
+    Case(kept_rows=(0, 2, 1, 3), sliding=True, update_state=False),
+    Case(lengths=(4, 1, 0, 2), kept_rows=(0, 2, -1, 3), sliding=True, columns_last=False),
     Case(**TREE | {"kept_rows": (0, 1, 2, 3)}, kept=("windows",)),
     Case(lengths=(8, 1, 7), indices=(3, 5, 0), columns=4, K=120, V=264, H_k=1, H_v=1, kept_rows=(3, 0, 1), steps=8),
     Case(lengths=(3, 2), indices=(1, 0), state_dtype=torch.float8_e4m3fn, options=(("null_index", 0),)),
@@ -194,6 +212,7 @@ def draw(r: random.Random, sizes: dict) -> Case:
         fields["kept"] = r.choice(choices if fields["with_convolution"] else choices[:1])
         if fields["kept"] == ("windows",):
             fields["kept_rows"] = tuple(range(N))
+        fields["sliding"] = kind == "rows" and "windows" in fields["kept"] and r.random() < 0.5
     if kind == "tree":
         fields["parents"] = tuple(r.randint(-1, t - 1) for t in range(steps))
     return Case(**fields)
@@ -204,7 +223,7 @@ def check(case: Case, device: str, seed: int = 0) -> None:
     found = copied(arguments)
     for name in WRITTEN[2:]:
         if arguments.get(name) is not None:
-            found[name] = arguments[name].clone()
+            found[name] = slide(arguments[name]) if case.sliding and "windows" in name else arguments[name].clone()
     results = {"y": flash_qla.decode_gated_delta_net(**found)} | {name: found.get(name) for name in WRITTEN}
     for name, x in expected(arguments).items():
         if "window" in name:
@@ -333,6 +352,33 @@ def test_errors(text, on, errors_change_nothing):
         text = text.partition(" ")[2]
     with pytest.raises(RuntimeError, match=re.escape(text)):
         flash_qla.decode_gated_delta_net(**on_meta(arguments) if on == "meta" else arguments)
+
+
+@pytest.mark.parametrize("on", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu), "meta"))
+def test_windows_of_a_tree_do_not_slide(on, errors_change_nothing):
+    arguments = make(Case(**TREE | {"kept_rows": (0, 1, 2, 3)}), "cpu" if on == "meta" else on)
+    arguments = on_meta(arguments) if on == "meta" else arguments
+    arguments["intermediate_windows"] = slide(arguments["intermediate_windows"])
+    with pytest.raises(RuntimeError, match="intermediate_windows share memory from step to step"):
+        flash_qla.decode_gated_delta_net(**arguments)
+
+
+def test_sliding_windows_apart_from_all_else(errors_change_nothing):
+    """Rows of windows that share memory with each other, or with another argument, are refused as before."""
+    arguments = make(Case(kept_rows=(0, 2, 1, 3), sliding=True), "cpu")
+    rows, _, D, columns = arguments["intermediate_windows"].shape
+    memory = arguments["window_pool"].new_zeros(rows * D * (columns + 3))
+    one_row = memory[: D * (columns + 3)].view(1, D, -1).expand(rows, -1, -1)
+    with pytest.raises(RuntimeError, match=r"intermediate_windows has shape .* expected elements that do not overlap"):
+        flash_qla.decode_gated_delta_net(
+            **arguments | {"intermediate_windows": one_row.unfold(2, columns, 1).transpose(1, 2)}
+        )
+    pool = arguments["window_pool"]
+    both = pool.new_zeros(pool.numel() + memory.numel())
+    shared = {"window_pool": both[-pool.numel() - 1 : -1].view(pool.shape)}
+    shared["intermediate_windows"] = both[: memory.numel()].view(rows, D, -1).unfold(2, columns, 1).transpose(1, 2)
+    with pytest.raises(RuntimeError, match="shares memory with"):
+        flash_qla.decode_gated_delta_net(**arguments | shared)
 
 
 def test_errors_of_contents(errors_change_nothing):

@@ -135,6 +135,15 @@ def _check_windows_of_decoding(call, D):
         _check_dtype(call, "intermediate_windows", (pool.dtype,), f"{dtype}, the dtype of window_pool")
         _check_rank(call, "intermediate_windows", 4, symbols)
         _check_shape(call, "intermediate_windows", (*kept.shape[:2], D, weight.shape[-1] - 1), symbols)
+        are_sliding = min(kept.shape[1], kept.shape[3]) > 1 and kept.stride(1) == kept.stride(3)
+        _check(
+            call,
+            call.parents is None or not are_sliding,
+            lambda: (
+                "intermediate_windows share memory from step to step, expected windows of their own with parents: only "
+                "a chain's slide"
+            ),
+        )
 
 
 @_fake_of(schemas.region_decode)
