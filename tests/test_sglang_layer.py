@@ -25,8 +25,17 @@ class GDNAttnBackend:
     def __init__(self, x: dict):
         pools = SimpleNamespace(conv=[x["window_pool"]], temporal=x["state_pool"], replayssm_d=None)
         self.forward_metadata = SimpleNamespace(mamba_cache_indices=x["state_indices"])
+        if "intermediate_states" in x:  # a server with drafts
+            vars(self.forward_metadata).update(dict.fromkeys(_sglang_layer._OF_TREES))
+            pools.intermediate_ssm, pools.intermediate_conv_window = (
+                x["intermediate_states"],
+                [x["intermediate_windows"]],
+            )
+            rows = x["intermediate_indices"]  # and rows of the batches of CUDA graphs
+            self.verify_intermediate_state_indices = torch.cat([rows, rows.new_full((3,), len(rows))])
         self.req_to_token_pool = SimpleNamespace(mamba2_layer_cache=lambda layer_id: {3: pools}[layer_id])
-        self.kernel_dispatcher = SimpleNamespace(decode_kernel=type("TritonGDNKernel", (), {})())
+        kernel = type("TritonGDNKernel", (), {})()
+        self.kernel_dispatcher = SimpleNamespace(decode_kernel=kernel, verify_kernel=kernel)
         self.tracked = []
 
     def _track_mamba_state_decode(self, *arguments, layer_id=None):
@@ -88,7 +97,7 @@ def tokens_of(x: dict) -> torch.Tensor:
 
 
 def mode(name: str) -> SimpleNamespace:
-    return SimpleNamespace(is_decode=lambda: name == "decode")
+    return SimpleNamespace(is_decode=lambda: name == "decode", is_target_verify=lambda: name == "verify")
 
 
 @pytest.fixture
@@ -101,9 +110,11 @@ def engine(monkeypatch):
     for path, name in MODELS.items():
         setattr(modules[path], name, type(name, (Layer,), {"forward": Layer.forward}))
 
-    def set_backend(backend, is_new: bool = True) -> SimpleNamespace:
+    def set_backend(backend, is_new: bool = True, drafts: int = 0) -> SimpleNamespace:
         """The batch of a step of decoding."""
-        found, batch = SimpleNamespace(linear_attn_backend=backend), SimpleNamespace(forward_mode=mode("decode"))
+        found = SimpleNamespace(linear_attn_backend=backend)
+        batch = SimpleNamespace(forward_mode=mode("verify" if drafts else "decode"))
+        batch.spec_info = SimpleNamespace(draft_token_num=drafts) if drafts else None
         modules[BACKEND].GDNAttnBackend = type(backend)
         if is_new:
             modules[ATTENTION].get_attn_backend = lambda: found
@@ -157,6 +168,94 @@ def test_decode(case, device, engine, on_hopper):
     ((*arguments, layer_id),) = backend.tracked
     wanted = (batch, x["window_pool"], x["state_pool"], x["state_indices"])
     assert all(found is y for found, y in zip(arguments, wanted, strict=True)) and layer_id == 3
+
+
+DRAFTS = {"T": 3, "indices": (4, -1, 6), "kept_rows": (0, 1, 2), "steps": 3, "update_state": False, "options": OPTIONS}
+CHAINS = (
+    Case(**DRAFTS, sliding=True),
+    Case(**DRAFTS, sliding=True, by_key_heads=True, state_dtype=torch.bfloat16, int64=True),
+    Case(**DRAFTS, with_bias=False),  # 0.5.12 and 0.5.13
+)
+
+
+@pytest.mark.parametrize("case", CHAINS, ids=str)
+def test_chains_of_drafts(case, device, engine, on_hopper):
+    """The pools of a slot stay, and its rows get the window and the state after each draft."""
+    x = make(case, device)
+    reference, pools = expected(x), {name: x[name].clone() for name in ("window_pool", "state_pool")}
+    backend = OfNewerReleases(x)
+    batch = engine.set_backend(backend, drafts=case.T)
+    sglang.use_flash_qla()
+    y = layer_of(engine, x, case)(tokens_of(x), batch)
+    assert relative_error(y.double() / 2, reference["y"].flatten(0, 1).flatten(1).to(device)) < BARS[2]
+    assert torch.equal(x["intermediate_windows"].double().cpu(), reference["intermediate_windows"])
+    bar = BARS[x["state_pool"].element_size()]
+    assert relative_error(x["intermediate_states"].double(), reference["intermediate_states"].to(device)) < bar
+    assert all(torch.equal(x[name], pool) for name, pool in pools.items()) and not backend.tracked
+
+
+def test_other_drafts_are_theirs(engine, on_hopper, monkeypatch):
+    case = CHAINS[0]
+    x = make(case, "cpu")
+    before = {name: x[name].clone() for name in ("window_pool", "state_pool", "intermediate_states")}
+    sglang.use_flash_qla()
+    layer, tokens, backend = layer_of(engine, x, case), tokens_of(x), OfNewerReleases(x)
+    batch = engine.set_backend(backend, drafts=3)
+    assert layer(tokens[:-1], batch) == layer((tokens, tokens), batch) == "theirs"
+    assert layer(tokens.repeat(2, 1), batch) == "theirs"  # rows beyond the slots
+    assert layer(tokens, SimpleNamespace(**vars(batch) | {"logical_forward_mode": mode("decode")})) == "theirs"
+    assert layer(tokens, engine.set_backend(backend, drafts=9)) == "theirs"
+    batch = engine.set_backend(backend, drafts=3)
+    for name in _sglang_layer._OF_TREES:
+        vars(backend.forward_metadata)[name] = torch.zeros(1)
+        assert layer(tokens, batch) == "theirs"
+        vars(backend.forward_metadata)[name] = None
+    utilities = ModuleType(_sglang_layer._UTILITIES)
+    utilities.pp_spec_stable_rows_enabled = lambda: True
+    monkeypatch.setitem(sys.modules, _sglang_layer._UTILITIES, utilities)
+    assert layer(tokens, batch) == "theirs"
+    for name, pool in before.items():
+        assert torch.equal(x[name], pool)
+
+
+def without_states(layer, backend):
+    backend.req_to_token_pool.mamba2_layer_cache(3).intermediate_ssm = None
+
+
+def without_rows(layer, backend):
+    del backend.verify_intermediate_state_indices
+
+
+def other_kernel(layer, backend):
+    backend.kernel_dispatcher.verify_kernel = object()
+
+
+def kept_tokens(layer, backend):
+    backend.req_to_token_pool.mamba2_layer_cache(3).replayssm_rawv = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    (
+        (without_states, "one by one: the states and windows after drafts are kept in another form"),
+        (without_rows, "no attribute 'verify_intermediate_state_indices'"),
+        (other_kernel, "one by one: object decodes"),
+        (kept_tokens, "one by one: --enable-linear-replayssm"),
+    ),
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_drafts_that_do_not_fit(change, why, engine, on_hopper, caplog):
+    """A step without drafts of the same layer fits."""
+    caplog.set_level(logging.INFO)
+    case = CHAINS[0]
+    x = make(case, "cpu")
+    backend = OfNewerReleases(x)
+    sglang.use_flash_qla()
+    layer = layer_of(engine, x, case)
+    one = layer(tokens_of(x)[:3], engine.set_backend(backend))
+    change(layer, backend)
+    assert layer(tokens_of(x), engine.set_backend(backend, drafts=3)) == "theirs"
+    assert type(one) is torch.Tensor and why in caplog.text
 
 
 def test_older_releases(engine, on_hopper):

@@ -1,9 +1,9 @@
 """SGLang's layers of Qwen3-Next and Qwen3.5: a step of decoding is one call of flash_qla's between their projections.
 
 The layer's forward has the projections and the norm, the backend's metadata the slots, and its pools the windows and
-states. SGLang's own forward runs every other step: prefills, mixed ones, and those with drafts. For drafts SGLang keeps
-the window after each token, since 0.5.14 in memory that the windows share, which decode_gated_delta_net does not write;
-and in a tree its own convolution computes the parents.
+states. A step decodes one token of each sequence, or a chain of drafts: then the pools get the window and the state
+after each token, and SGLang copies those of the last accepted one. SGLang's own forward runs every other step:
+prefills, mixed ones, and trees of drafts, whose parents its own convolution computes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -21,11 +22,25 @@ from flash_qla.integrations import _layers
 
 _ATTENTION = "sglang.srt.layers.radix_linear_attention"
 _BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
+_UTILITIES = "sglang.srt.layers.attention.linear.utils"
+_MOST_DRAFTS = 8  # of decode_gated_delta_net on a GPU
 # What `decode` reads beside what _why_not does
 _OF_LAYER = ("_forward_input_proj", "out_proj", "layer_norm_epsilon")
 _OF_ATTENTION = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "bias", "A_log", "dt_bias")
 _OF_BACKEND = ("_track_mamba_state_decode",)
-_reasons = weakref.WeakKeyDictionary()  # layer -> why it runs SGLang's own forward, or None
+_OF_DRAFTS = ("verify_intermediate_state_indices",)
+_OF_TREES = ("retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token")
+# layer -> {whether the step has drafts: why SGLang's own forward runs it, or None}
+_reasons = weakref.WeakKeyDictionary()
+
+
+class Step(NamedTuple):
+    """A step that `decode` takes: so many tokens of each sequence."""
+
+    backend: object
+    slots: torch.Tensor  # [sequences]
+    tokens: int
+    has_drafts: bool
 
 
 def with_region(by_key_heads: bool) -> Callable:
@@ -34,56 +49,73 @@ def with_region(by_key_heads: bool) -> Callable:
     def with_ours(theirs: Callable) -> Callable:
         @functools.wraps(theirs)
         def forward(self, hidden_states, forward_batch):
-            backend = None if torch.compiler.is_compiling() else _backend(hidden_states, forward_batch)
-            if backend is None or not _fits(self, backend, hidden_states.dtype):
+            step = None if torch.compiler.is_compiling() else _step_of(hidden_states, forward_batch)
+            if step is None or not _fits(self, step, hidden_states.dtype):
                 return theirs(self, hidden_states, forward_batch)
-            return decode(self, backend, hidden_states, forward_batch, by_key_heads)
+            return decode(self, step, hidden_states, forward_batch, by_key_heads)
 
         return forward
 
     return with_ours
 
 
-def _backend(hidden_states: torch.Tensor, forward_batch: object) -> object | None:
-    """The backend of a step that `decode` takes; None for other steps, and other backends than SGLang's for GPUs."""
-    logical = getattr(forward_batch, "logical_forward_mode", forward_batch.forward_mode)
-    if not (forward_batch.forward_mode.is_decode() and logical.is_decode() and torch.is_tensor(hidden_states)):
+def _step_of(hidden_states: torch.Tensor, forward_batch: object) -> Step | None:
+    """None for other steps, and for other backends than SGLang's for GPUs."""
+    modes = forward_batch.forward_mode, getattr(forward_batch, "logical_forward_mode", forward_batch.forward_mode)
+    has_drafts = all(mode.is_target_verify() for mode in modes)
+    if not (has_drafts or all(mode.is_decode() for mode in modes)) or not torch.is_tensor(hidden_states):
         return None
     current = getattr(sys.modules.get(_ATTENTION), "get_attn_backend", None)  # since 0.5.13
     backend = getattr(forward_batch, "attn_backend", None) if current is None else current()
     backend = getattr(backend, "linear_attn_backend", None)
     if type(backend) is not getattr(sys.modules.get(_BACKEND), "GDNAttnBackend", None):
         return None
-    slots = getattr(backend.forward_metadata, "mamba_cache_indices", None)
-    # With data-parallel attention a rank may have rows beyond its sequences.
-    return backend if slots is not None and slots.shape == hidden_states.shape[:1] else None
+    slots, rows = getattr(backend.forward_metadata, "mamba_cache_indices", None), hidden_states.shape[0]
+    if slots is None:
+        return None
+    if not has_drafts:  # with data-parallel attention a rank may have rows beyond its sequences
+        return Step(backend, slots, 1, False) if slots.shape == (rows,) else None
+    # With pipeline parallelism a sequence's row among the intermediate states may be another one.
+    has_other_rows = getattr(sys.modules.get(_UTILITIES), "pp_spec_stable_rows_enabled", bool)
+    is_tree = any(getattr(backend.forward_metadata, name) is not None for name in _OF_TREES)
+    tokens = forward_batch.spec_info.draft_token_num
+    if is_tree or has_other_rows() or tokens > _MOST_DRAFTS or rows % tokens or slots.shape[0] < rows // tokens:
+        return None
+    return Step(backend, slots[: rows // tokens], tokens, True)
 
 
-def _fits(layer: torch.nn.Module, backend: object, dtype: torch.dtype) -> bool:
-    if layer not in _reasons:
-        _reasons[layer] = _why_not(layer, backend, dtype)
-        _layers.say("sglang", _reasons[layer])
-    return _reasons[layer] is None
+def _fits(layer: torch.nn.Module, step: Step, dtype: torch.dtype) -> bool:
+    reasons = _reasons.setdefault(layer, {})
+    if step.has_drafts not in reasons:
+        reasons[step.has_drafts] = _why_not(layer, step, dtype)
+        _layers.say("sglang", reasons[step.has_drafts])
+    return reasons[step.has_drafts] is None
 
 
 def _pools(layer: torch.nn.Module, backend: object) -> object:
     return backend.req_to_token_pool.mamba2_layer_cache(layer.attn.layer_id)
 
 
-def _why_not(layer: torch.nn.Module, backend: object, dtype: torch.dtype) -> str | None:
+def _why_not(layer: torch.nn.Module, step: Step, dtype: torch.dtype) -> str | None:
     """Why SGLang's own forward runs the layer, or None."""
     try:
-        for part, names in ((layer, _OF_LAYER), (layer.attn, _OF_ATTENTION), (backend, _OF_BACKEND)):
+        of_backend = _OF_DRAFTS if step.has_drafts else _OF_BACKEND
+        for part, names in ((layer, _OF_LAYER), (layer.attn, _OF_ATTENTION), (step.backend, of_backend)):
             for name in names:
                 getattr(part, name)
-        pools, weight, kernel = _pools(layer, backend), layer.attn.conv_weights, backend.kernel_dispatcher.decode_kernel
+        pools, weight, kernels = _pools(layer, step.backend), layer.attn.conv_weights, step.backend.kernel_dispatcher
+        kernel = kernels.verify_kernel if step.has_drafts else kernels.decode_kernel
+        kept = (pools.intermediate_ssm, pools.intermediate_conv_window[0]) if step.has_drafts else ()
         windows = pools.conv[0]
         if type(kernel).__name__ != "TritonGDNKernel":
             return f"{type(kernel).__name__} decodes"
-        if getattr(pools, "replayssm_d", None) is not None:  # the name is missing before 0.5.15
+        # The names are missing in older releases.
+        if any(getattr(pools, name, None) is not None for name in ("replayssm_d", "replayssm_rawv")):
             return "--enable-linear-replayssm keeps tokens beside the states"
         if windows.shape[1:] != (weight.shape[0], weight.shape[1] - 1):
             return f"windows are {[*windows.shape]} for weights {[*weight.shape]}"
+        if any(x is None or x.shape[2:] != y.shape[1:] for x, y in zip(kept, (pools.temporal, windows), strict=False)):
+            return "the states and windows after drafts are kept in another form"
         if not (_layers.is_plain(layer.attn) and _layers.is_plain(layer.norm)):
             return "its attention or norm has a hook"
         return _layers.why_not(layer, dtype, windows.dtype, pools.temporal.dtype)
@@ -97,23 +129,31 @@ def _takes_layer(track: Callable) -> bool:
 
 
 def decode(
-    layer: torch.nn.Module, backend: object, hidden_states: torch.Tensor, forward_batch: object, by_key_heads: bool
+    layer: torch.nn.Module, step: Step, hidden_states: torch.Tensor, forward_batch: object, by_key_heads: bool
 ) -> torch.Tensor:
-    """The layer's forward for one token of each sequence, [sequences, channels].
+    """The layer's forward for one token or the drafts of each sequence, [sequences * tokens, channels].
 
     A sequence without a slot has zero output before the last projection; SGLang starts it from zero.
     """
-    attn, slots, pools = layer.attn, backend.forward_metadata.mamba_cache_indices, _pools(layer, backend)
+    attn, backend, pools = layer.attn, step.backend, _pools(layer, step.backend)
     windows, states = pools.conv[0], pools.temporal
     sizes = (attn.num_k_heads, attn.num_v_heads // attn.num_k_heads, attn.head_k_dim, attn.head_v_dim)
     projected = _layers.parts(*layer._forward_input_proj(hidden_states), *sizes, by_key_heads)
-    mixed, z, b, a = (x.unsqueeze(1) for x in projected)
+    mixed, z, b, a = (x.unflatten(0, (-1, step.tokens)) for x in projected)
+    drafts = {}
+    if step.has_drafts:
+        drafts = {
+            "intermediate_states": pools.intermediate_ssm,
+            "intermediate_windows": pools.intermediate_conv_window[0],
+            "intermediate_indices": backend.verify_intermediate_state_indices[: step.slots.shape[0]],
+            "update_state": False,
+        }
     y = flash_qla.decode_gated_delta_net(
         mixed, z, a, b, attn.conv_weights, attn.bias, layer.norm.weight, attn.A_log, attn.dt_bias,
-        windows, states, slots, **_layers.norm_options(layer),
+        windows, states, step.slots, **_layers.norm_options(layer), **drafts,
     )  # fmt: skip
-    # Copies for the radix cache
-    of_layer = (attn.layer_id,) if _takes_layer(type(backend)._track_mamba_state_decode) else ()
-    backend._track_mamba_state_decode(forward_batch, windows, states, slots, *of_layer)
-    output, _ = layer.out_proj(y.flatten(1))
+    if not step.has_drafts:  # copies for the radix cache
+        of_layer = (attn.layer_id,) if _takes_layer(type(backend)._track_mamba_state_decode) else ()
+        backend._track_mamba_state_decode(forward_batch, windows, states, step.slots, *of_layer)
+    output, _ = layer.out_proj(y.flatten(0, 1).flatten(1))
     return output
