@@ -1,0 +1,240 @@
+"""Where a kernel's time goes: variants of the kernel, each with one statement that runs twice. What a variant takes
+longer is about what the statement costs: nothing if it hides behind others. The results are wrong, the times right.
+
+    python benchmarks/stages.py build --out build/stages     # on the machine that has built the package, for Hopper
+    python benchmarks/stages.py run --out build/stages --json stages.json     # on a GPU, from the same checkout
+
+A statement is a call of a device function in the kernel's CUDA source, the instructions of one WGMMA product, or a line
+of HEADER_STATEMENTS. Statements that wait, signal or end a CTA are left out. A variant with the code of the kernel
+itself says that the compiler removed the second run. `build` also makes a library that takes variants from a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An instance, and the call that is timed: heads and sequences as other benchmarks have them, the mode of its
+    dispatch, and whether it is a backward."""
+
+    heads: str
+    sequences: str
+    mode: dict[str, int]
+    backward: bool = False
+
+
+SPLIT = {"value_tile": 64, "segment_chunks": 32, "fused": 0}
+KERNELS = {
+    "fused_forward_bf16_K128_no_normalize_no_low_level_no_cut_planned": Kernel("16x64", "4096x8", {"fused": 1}),
+    "chunk_forward_bf16_K128_value_tile64": Kernel("2x8", "1x32768", SPLIT | {"segment_chunks": 0}),
+    "chunk_forward_bf16_K128_value_tile128": Kernel("16x32", "4096x8", {"value_tile": 128, "fused": 0}),
+    "segment_maps_bf16_K128_no_partial": Kernel("2x8", "1x32768", SPLIT),
+    "segment_scan_bf16_K128_no_reverse_columns32": Kernel("2x8", "1x32768", SPLIT),
+    "chunk_backward_bf16_K128_no_normalize": Kernel("16x32", "4096x8", {"segment_chunks": 0}, backward=True),
+}
+HEADER_STATEMENTS = {
+    "fused_forward": (
+        "states/fused_forward.cuh",
+        (
+            "begin_product<T>(KK, tiles.K, tiles.K);",
+            "begin_product<T>(KQ, tiles.K, tiles.Q);",
+            "maker.gate_diagonal(diagonal, b_row);",
+            "maker.keep_products(KK);",
+            "maker.invert_diagonal();",
+            "maker.gate(D, diagonal, from);",
+            "maker.put_attention(tiles.P, KQ, D);",
+            "maker.invert(X);",
+            "maker.put_inverse(tiles.L, X, D);",
+        ),
+    ),
+}
+NOT_TWICE = re.compile(
+    r"leave|wait|semaphore|sync|next_|find_segment|forget|trap|kept\(|add_rows|make_matrices|clear_matrices|begin_scales"
+)
+CALL = re.compile(r"^\s+(?:[\w\[\]]+ = )?\(*flash_qla::device::(\w+)[<(].*;$")
+
+# In csrc/gpu/runtime/launch.cpp of the library for `run`
+LOADER = """
+  if (const char* const folder = std::getenv("FLASH_QLA_STAGE")) {
+    static std::map<std::string, std::string> files;
+    std::ifstream file(std::string(folder) + "/" + config.kernel.name + ".cubin", std::ios::binary);
+    if (file) {
+      std::string code(std::istreambuf_iterator<char>(file), {});
+      return files.emplace(config.kernel.name, std::move(code)).first->second.data();
+    }
+  }
+"""
+INCLUDES = "#include <cstdlib>\n#include <fstream>\n#include <iterator>\n#include <map>\n"
+UNPACKED = "const char* unpacked(const LaunchConfig& config, const Code& code) {"
+
+
+def statements(lines: list[str]) -> dict[str, range]:
+    """The lines of each statement that may run twice, by a name with the number of its first line."""
+    found = {}
+    for i, line in enumerate(lines):
+        if "tl::initialize_wgmma_descriptor" in line and "desc_b" in line:
+            tiles = [re.search(r"\)(\w+)_s\)", x)[1] for x in lines[i - 2 : i + 1] if "initialize_wgmma" in x]
+            begin = next(j for j in range(i, len(lines)) if lines[j].lstrip().startswith("for ("))
+            end = next(j for j in range(begin, len(lines)) if "tl::warpgroup_commit_batch" in lines[j])
+            result = re.search(r"uint32_t\*>\((\w+) \+", lines[end - 2])
+            found[f"{i + 1:4} product {' '.join(tiles)} -> {result[1] if result else '?'}"] = range(begin, end)
+        elif (call := CALL.match(line)) and not NOT_TWICE.search(call[1]):
+            found[f"{i + 1:4} {call[1]}"] = range(i, i + 1)
+    return found
+
+
+def variants(source: Path, kernels: Path) -> dict[str, dict[Path, str]]:
+    """The edited files of each variant, of the kernel's source and of the folder of headers."""
+    lines = source.read_text().splitlines()
+    found = {"": {}}
+    for name, where in statements(lines).items():
+        twice = [*lines[: where.stop], *lines[where.start : where.stop], *lines[where.stop :]]
+        found[name] = {source: "\n".join(twice) + "\n"}
+    for kernel, (file, texts) in HEADER_STATEMENTS.items():
+        header = (kernels / file).read_text()
+        for text in texts if source.name.startswith(kernel) else ():
+            assert header.count(text) == 1, f"{file} has {header.count(text)} lines {text}"
+            found[f"header {text}"] = {kernels / file: header.replace(text, f"{text}\n  {text}")}
+    return found
+
+
+def compile_variant(arguments: tuple[Path, str, dict[Path, str], Path]) -> dict:
+    from build_tools import nvrtc
+    from build_tools.toolchain import find_toolkit
+
+    source, name, edits, folder = arguments
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "kernels_tl", folder / "kernels_tl")
+    (folder / source.name).write_text(source.read_text())
+    for file, text in edits.items():
+        (folder / (file.name if file == source else file.relative_to(ROOT))).write_text(text)
+    compiler = nvrtc.Compiler(find_toolkit(), [folder / "kernels_tl", source.parent])
+    log = compiler.compile(folder / source.name, {"sm_90a": "compute_90a"})["sm_90a"]
+    shutil.rmtree(folder / "kernels_tl")
+    code = (folder / f"{source.stem}.sm_90a.cubin").rename(folder / f"{source.stem}.cubin")
+    for file in folder.iterdir():
+        if file != code:
+            file.unlink()
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
+    return {"kernel": source.stem, "statement": name, "folder": folder.name, "spills": spills}
+
+
+def build(out: Path) -> None:
+    """Variants of all kernels, a list of them, and the package with the library for `run`."""
+    jobs = []
+    for kernel in KERNELS:
+        source = ROOT / f"build/kernels/{kernel}.cu"
+        jobs += [(source, name, edits) for name, edits in variants(source, ROOT / "kernels_tl").items()]
+    out.mkdir(parents=True, exist_ok=True)
+    folders = [out / f"variant{i}" for i in range(len(jobs))]
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        records = pool.map(compile_variant, [(*job, folder) for job, folder in zip(jobs, folders, strict=True)], 1)
+    code = {x["folder"]: (out / x["folder"] / f"{x['kernel']}.cubin").read_bytes() for x in records}
+    plain = {x["kernel"]: x for x in records if not x["statement"]}
+    for x in records:
+        x["is_removed"] = bool(x["statement"]) and code[x["folder"]] == code[plain[x["kernel"]]["folder"]]
+    (out / "variants.json").write_text(json.dumps(records, indent=1))
+    tree = out / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", out.name, "emulator*", "tests", "docs"))
+    launch = tree / "csrc/gpu/runtime/launch.cpp"
+    text = launch.read_text()
+    assert text.count(UNPACKED) == 1
+    launch.write_text(INCLUDES + text.replace(UNPACKED, UNPACKED + LOADER))
+    subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=tree, check=True)
+    shutil.copy(tree / "flash_qla/libflash_qla.so", out)
+    shutil.rmtree(tree)
+
+
+def timed(kernel: Kernel) -> dict[str, float]:
+    """Microseconds of a call, of short samples at a clock that rests and of long ones in a row."""
+    import common
+    import torch
+
+    import flash_qla
+    from flash_qla.testing import forced_dispatch
+
+    ((H_k, H_v),) = common.parse_heads(kernel.heads)
+    lengths = common.parse_lengths(kernel.sequences)
+    inputs, gradients = common.make_inputs(H_k, H_v, lengths, common.HEAD_DIMS, gradients=True)
+    options = {"max_seqlen": max(lengths), "output_final_state": True}
+
+    def call():
+        return flash_qla.chunk_gated_delta_rule(**inputs, **options)
+
+    if kernel.backward:
+        forward = {"q", "k", "v", "g", "beta"}
+        leaves = {name: x.detach().requires_grad_(name in forward) for name, x in inputs.items() if torch.is_tensor(x)}
+        results = flash_qla.chunk_gated_delta_rule(**inputs | leaves, **options)
+
+        def call():
+            wanted = [leaves[name] for name in sorted(forward)]
+            torch.autograd.grad(results, wanted, (gradients["do"], gradients["dht"]), retain_graph=True)
+
+    with forced_dispatch(**{"backward" if kernel.backward else "forward": kernel.mode}):
+        in_a_row = common.time_graph(call, 5, 60.0)
+        time.sleep(0.3)
+        short = common.time_graph(call, 5, 1.0)
+    return {"us": 1e3 * in_a_row[0], "short_us": 1e3 * short[0]}
+
+
+def run(out: Path, results: Path, only: str) -> None:
+    records, times = json.loads((out / "variants.json").read_text()), []
+    records = [x for x in records if x["kernel"].startswith(only)]
+    # The library stands beside _C, as in the package.
+    package = ROOT / "flash_qla"
+    shutil.copy(out / "libflash_qla.so", package)
+    import common
+    import torch  # noqa: F401  before the forks, which then need no import
+
+    import flash_qla  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    for record in records:
+        if record["is_removed"]:
+            continue
+        os.environ["FLASH_QLA_STAGE"] = str(out / record["folder"])
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=lambda send=send, record=record: send.send(timed(KERNELS[record["kernel"]])))
+        process.start()
+        process.join(60)
+        if process.is_alive():
+            process.kill()
+        times.append(record | (receive.recv() if receive.poll() else {"us": None, "short_us": None}))
+        results.write_text(json.dumps({"environment": common.environment(), "variants": times}, indent=1))
+    for kernel in dict.fromkeys(x["kernel"] for x in times):
+        rows = [x for x in times if x["kernel"] == kernel]
+        plain = next(x for x in rows if not x["statement"])
+        print(f"{kernel}: {plain['us']:.1f} us in a row, {plain['short_us']:.1f} us short")
+        for x in rows:
+            if x["statement"] and x["us"]:
+                more = [100 * (x[name] / plain[name] - 1) for name in ("us", "short_us")]
+                print(f"  {x['statement']:60} {more[0]:6.1f} % {more[1]:6.1f} %  {x['spills'] or ''}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("step", choices=("build", "run"))
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the variants")
+    parser.add_argument("--json", type=Path, help="of run: the file of the times")
+    parser.add_argument("--kernel", default="", help="of run: the first letters of the kernels that are measured")
+    options = parser.parse_args()
+    if options.step == "build":
+        build(options.out.resolve())
+    else:
+        run(options.out.resolve(), options.json, options.kernel)
