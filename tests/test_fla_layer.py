@@ -4,6 +4,8 @@ FLA's own step is made of Triton kernels, which a CPU does not have.
 """
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -103,27 +105,49 @@ def test_padding(device, integration):
         assert torch.equal(old[1], new[1]) and not torch.equal(old[0], new[0])
 
 
-@pytest.mark.parametrize("change", ("reorder_cache", "deepcopy"))
+def reordered(cache):
+    cache.reorder_cache(torch.tensor([1, 0]))
+    return cache
+
+
+def rebuilt(cache):
+    """As helpers that map a function over nested tuples build them."""
+    states = [y | {"conv_state": type(y["conv_state"])(x.clone() for x in y["conv_state"])} for y in cache]
+    return utils.Cache.from_legacy_cache([y | {"recurrent_state": y["recurrent_state"].clone()} for y in states])
+
+
+def pickled(cache):
+    return pickle.loads(pickle.dumps(cache))
+
+
+def saved(cache):
+    memory = io.BytesIO()
+    torch.save(cache.to_legacy_cache(), memory)
+    memory.seek(0)
+    return utils.Cache.from_legacy_cache(torch.load(memory, weights_only=True))
+
+
+@pytest.mark.parametrize("change", (reordered, copy.deepcopy, rebuilt, pickled, saved), ids=lambda x: x.__name__)
 def test_a_changed_cache(change, integration):
-    """Beams and copies have windows of their own, and a copied cache is not written."""
+    """Beams and copies have windows of their own, which later tokens write, and a copied cache is not written."""
     layer = randomized("cpu")
-    x = layer_inputs("batch", "cpu")[0][:, : PREFILL + 2]
+    x = layer_inputs("batch", "cpu")[0][:, : PREFILL + 3]
     y, cache = prefilled(layer, x[:, :PREFILL])
     with torch.no_grad():
         layer(x[:, PREFILL : PREFILL + 1], past_key_values=cache, use_cache=True)
-        whole = cache[0]["conv_state"].whole
-        kept, state = whole.clone(), cache[0]["recurrent_state"].clone()
-        if change == "deepcopy":
-            other = copy.deepcopy(cache)
-            assert other[0]["conv_state"].whole.data_ptr() == other[0]["conv_state"][0].data_ptr() != whole.data_ptr()
-        else:
-            other = cache
-            other.reorder_cache(torch.tensor([1, 0]))
+        before = (*cache[0]["conv_state"], cache[0]["recurrent_state"])
+        kept = [y.clone() for y in before]
+        other = change(cache)
+        if change is reordered:
             x = x.flip(0)
-        y, _, _ = layer(x[:, -1:], past_key_values=other, use_cache=True)
-    assert torch.equal(whole, kept)
-    assert change == "reorder_cache" or torch.equal(cache[0]["recurrent_state"], state)
-    assert relative_error(y, expected(layer, x)[0][:, -1:]) < BAR
+        for token in x[:, PREFILL + 1 :].split(1, 1):
+            y, _, _ = layer(token, past_key_values=other, use_cache=True)
+    for old, new in zip(kept, before, strict=True):
+        assert torch.equal(old, new)
+    wanted, states, inputs = expected(layer, x)
+    assert relative_error(y, wanted[:, -1:]) < BAR and relative_error(other[0]["recurrent_state"], states) < BAR
+    for window, of_projection in zip(other[0]["conv_state"], inputs, strict=True):
+        assert torch.equal(window, of_projection[:, -layer.conv_size :].mT)
 
 
 def test_the_windows_stay_in_one_tensor(integration):
@@ -134,8 +158,10 @@ def test_the_windows_stay_in_one_tensor(integration):
     with torch.no_grad():
         for token in x[:, PREFILL:].split(1, 1):
             layer(token, past_key_values=cache, use_cache=True)
-            memory.add((cache[0]["conv_state"].whole.data_ptr(), cache[0]["recurrent_state"].data_ptr()))
-    assert len(memory) == 1
+            tensors = (*cache[0]["conv_state"], cache[0]["recurrent_state"])
+            memory.add(tuple(y.untyped_storage().data_ptr() for y in tensors))
+    ((q, k, v, _),) = memory
+    assert q == k == v
 
 
 @pytest.mark.parametrize("mode", (torch.inference_mode, torch.enable_grad), ids=lambda x: x.__name__)

@@ -143,20 +143,27 @@ def _of_decoding(layer: torch.nn.Module, last: dict, N: int, dtype: torch.dtype)
     return None
 
 
-class _Windows(tuple):
-    """A layer's windows in FLA's cache, [N, channels, W] each: views of `whole`, [N, D, W]."""
+def _in_one(windows: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """[N, D, W] if the windows, [N, channels, W] each, are its parts in this order, or None."""
+    first, D = windows[0], sum(x.shape[1] for x in windows)
+    N, _, W = first.shape
+    strides, offset = (D * W, W, 1), first.storage_offset()
+    for x in windows:
+        is_there = type(x) is torch.Tensor and x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not is_there or (x.stride(), x.storage_offset()) != (strides, offset):
+            return None
+        offset += x.shape[1] * W
+    return first.as_strided((N, D, W), strides)
 
-    whole: torch.Tensor
 
-
-def _windows(windows: tuple) -> _Windows:
-    """The same in one tensor, which they stay in at the next tokens. FLA's cache makes tuples again, as in beams."""
-    if type(windows) is _Windows:
-        return windows
+def _merged(windows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The windows in one tensor, and its parts, in which FLA's cache keeps them: then the next token copies nothing.
+    Only their addresses tell, because caches are copied, pickled and built again."""
+    whole = _in_one(windows)
+    if whole is not None:
+        return whole, windows
     whole = torch.cat(tuple(windows), 1)
-    found = _Windows(whole.split([x.shape[1] for x in windows], 1))
-    found.whole = whole
-    return found
+    return whole, whole.split([x.shape[1] for x in windows], 1)
 
 
 def _decode(layer, hidden_states, attention_mask, past_key_values, last):
@@ -165,13 +172,13 @@ def _decode(layer, hidden_states, attention_mask, past_key_values, last):
     mixed = torch.cat([getattr(layer, name)(hidden_states) for name in ("q_proj", "k_proj", "v_proj")], -1)
     weight = torch.cat([x.weight for x in convolutions])
     bias = None if convolutions[0].bias is None else torch.cat([x.bias for x in convolutions])
-    windows, state = _windows(last["conv_state"]), last["recurrent_state"].contiguous()
+    (whole, windows), state = _merged(last["conv_state"]), last["recurrent_state"].contiguous()
     slots = slots_of(hidden_states)
     if attention_mask is not None:  # a sequence whose token is padding has no slot
         slots = torch.where(attention_mask[:, -1] != 0, slots, -1)
     y = flash_qla.decode_gated_delta_net(
         mixed, layer.g_proj(hidden_states).unflatten(-1, (-1, V)), layer.a_proj(hidden_states),
-        layer.b_proj(hidden_states), weight, bias, layer.o_norm.weight, layer.A_log, layer.dt_bias, windows.whole,
+        layer.b_proj(hidden_states), weight, bias, layer.o_norm.weight, layer.A_log, layer.dt_bias, whole,
         state, slots, allow_neg_eigval=layer.allow_neg_eigval, norm_eps=layer.o_norm.eps,
         norm_activation=_norm_activation(layer),
     )  # fmt: skip
