@@ -168,6 +168,15 @@ def test_device_is_left_the_choice_where_one_sequence_may_be_long():
     assert _C.forward_dispatch(1, 32768, 8, 2, 8).predicted_us < 1.2 * without.predicted_us
 
 
+@pytest.mark.parametrize("portable", (False, True))
+@pytest.mark.parametrize("dispatch", (_C.forward_dispatch, _C.backward_dispatch), ids=("forward", "backward"))
+def test_only_sequences_that_fit_are_considered(dispatch, portable):
+    """Maps for each of many short sequences are not reserved for one that is longer than all tokens."""
+    for (T, N), (H_k, H_v) in itertools.product(((318, 256), (487, 256), (1551, 256), (19645, 4096)), HEADS):
+        found = dispatch(1, T, N, H_k, H_v, portable=portable)
+        assert max(found.segment_chunks, found.cut_above) < chunks_of(T), (T, N, H_k, H_v)
+
+
 def test_calls_of_ranks_cut_whatever_can_be_cut():
     """They always cut, for maps of whole sequences, and run two kernels. auto_cp=False leaves sequences whole."""
     for shape in SHAPES:

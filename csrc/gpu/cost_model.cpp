@@ -377,7 +377,9 @@ double expected(const ForwardShape& shape, const Path& path, bool always_cut) {
   if (!device_knows_more(shape)) {
     return equal;
   }
-  const double half = std::max(2.0, static_cast<double>(shape.N) / 2) * chunks;
+  // No sequence has more chunks than all tokens fill, which are fewer than N where sequences are shorter than a chunk.
+  const auto all_tokens = static_cast<double>(ceil_div(shape.B * shape.T, kChunk));
+  const double half = std::min(std::max(2.0, static_cast<double>(shape.N) / 2) * chunks, all_tokens);
   return (1 - kSkewed) * equal + kSkewed * predict_longest(shape, path, always_cut, half);
 }
 
