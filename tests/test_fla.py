@@ -726,6 +726,10 @@ def change_part(layer):
     layer.k_conv1d = Adapted(layer.k_conv1d)
 
 
+def change_projection(layer):
+    layer.q_proj = Adapted(layer.q_proj)
+
+
 def change_norm(layer):
     layer.o_norm = torch.nn.RMSNorm(128)
 
@@ -738,6 +742,7 @@ CHANGES = {
     "the delta rule alone (q_conv1d is 5 taps wide)": (lambda layer: None, {"conv_size": 5}),
     "the delta rule alone (the layer has no gated norm)": (lambda layer: None, {"use_gate": False}),
     "the delta rule alone (the layer has no convolution)": (lambda layer: None, {"use_short_conv": False}),
+    "the delta rule alone (q_proj has no weight)": (change_projection, {}),
     "the delta rule alone (its dtype is torch.float32)": (lambda layer: layer.float(), {}),
     "nothing (K = 60 and V = 120)": (lambda layer: None, {"head_dim": 60}),
     "nothing (FLA_FLASH_QLA=0)": (lambda layer: None, {}),

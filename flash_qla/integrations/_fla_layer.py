@@ -38,12 +38,12 @@ def _of_part(part: torch.nn.Module, expected: type) -> str | None:
     return None if is_plain(part) else "hooked"
 
 
-def _of_layer(layer: torch.nn.Module, dtype: torch.dtype) -> str | None:
+def _of_layer(layer: torch.nn.Module, dtype: torch.dtype | None) -> str | None:
     """Why the layer's parts are not those that flash_qla computes, or None. dtype: that of the projections."""
     if not layer.use_short_conv or not layer.use_gate:
         return f"the layer has no {'convolution' if layer.use_gate else 'gated norm'}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"its dtype is {dtype}"
+        return "q_proj has no weight" if dtype is None else f"its dtype is {dtype}"
     for name in _CONVOLUTIONS:
         convolution = getattr(layer, name)
         reason = _of_part(convolution, ShortConvolution)
@@ -71,10 +71,13 @@ def _of_call(layer: torch.nn.Module, x: torch.Tensor) -> str | None:
     return None
 
 
-def _dtype_of(layer: torch.nn.Module, x: torch.Tensor) -> torch.dtype:
-    """The dtype of the projections."""
+def _dtype_of(layer: torch.nn.Module, x: torch.Tensor) -> torch.dtype | None:
+    """The dtype of the projections; None if they have no weights under that name, as some quantized ones."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.q_proj.weight.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    weight = getattr(layer.q_proj, "weight", None)
+    return None if weight is None else weight.dtype
 
 
 @functools.cache
