@@ -56,7 +56,8 @@ class Pass {
   int64_t K() const { return instance_K(call_.K); }
 
  private:
-  // Launches portable_scan, of states or, if `composed` has any, of the maps of call.map_sequences.
+  // Launches portable_scan, which applies the segments' maps to states or, if `composed` is given, composes there the
+  // maps of call.map_sequences.
   void portable_scan(bool reverse, const kernels::Maps& maps, const kernels::States& states, bool has_initial_state,
                      const Tensor* composed) const;
 

@@ -4,6 +4,7 @@ maps/segment_scan.py and maps/compose_maps.py do on Hopper.
     S after segment s = M_s S before s + Z_s
 
     states  [segment_slots, H_v, value_rows, K] fp32   slot s + 1 has Z_s^T, and gets the state before s + 1
+                                                       over ranks there is a slot for s + 1 of the last segment, too
     maps    [segment_slots, H_v, K, K] fp32            M_s^T
     skips   [segment_slots, H_v] int32                 1 where M_s is negligible: Z_s is the state already
 
@@ -11,8 +12,8 @@ maps/segment_scan.py and maps/compose_maps.py do on Hopper.
 
     dS' after segment s - 1 = M_s^T dS' after s + dZ_s
 
-`states` then has dZ_s^T in slot s - 1, and gets dS'^T after segment s - 1 there. `initial_state` is the gradient of the
-final state, and `skips` are the reverse skips.
+`states` then has dZ_s^T in slot s - 1, and gets dS'^T after segment s - 1 there; over ranks it begins one slot earlier
+in memory. The states to start from are the gradients of the final states, and `skips` are the reverse skips.
 
 pass.cpp launches [N * H_v * tiles of ROWS value rows] CTAs of four warps. A CTA takes its rows of S^T from segment to
 segment of one head of a sequence; those of a sequence that is not split leave. Products and sums are in fp32
@@ -22,8 +23,9 @@ segment of one head of a sequence; those of a sequence that is not split leave. 
     S^T M^T   block b       |sync         |sync
 
 With mapped > 0 it composes the maps of whole sequences instead, mapped_0 and mapped_1, which ranks exchange, by [mapped
-* H_v * tiles of rows of Z^T and of M^T] CTAs. `composed` gets rows of Z^T, which start from the initial state if there
-is one, then rows of M^T, which start from the identity. A sequence without tokens has Z = S and M = I.
+* H_v * tiles of rows of Z^T and of M^T] CTAs, and leaves `states` as they are. `composed` gets rows of Z^T, which start
+from the initial state if there is one, then rows of M^T, which start from the identity. A sequence without tokens has
+Z = S and M = I.
 """
 
 import tilelang
