@@ -105,6 +105,13 @@ def test_long_sequences_are_split_where_they_leave_sms_idle(ask):
     assert segment_chunks(8, 4096, 64) == segment_chunks(1, 256, 8) == segment_chunks(64, 1024, 8) == 0
 
 
+def test_thousands_of_sequences_are_left_whole():
+    """Their maps would take gigabytes."""
+    lengths = {"T": 221503, "N": 4096, "H_k": 16, "H_v": 16, "K": 256, "V": 256}
+    calls = [flash_qla._C.forward_dispatch(1, **lengths, portable=True, auto_cp=auto_cp) for auto_cp in (True, False)]
+    assert calls[0].segment_chunks == 0 and calls[0].workspace_bytes == calls[1].workspace_bytes
+
+
 def test_one_path():
     """Whatever a mode asks of Hopper's kernels."""
     whole = flash_qla._C.forward_dispatch(8, 512, 8, 32, 64, varlen=False, portable=True)

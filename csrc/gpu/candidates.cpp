@@ -38,6 +38,14 @@ bool has_maps(const ForwardShape& shape) {
       kernels::SegmentMapsParams{.dtype = kernels::Dtype::kBfloat16, .K = instance_K(shape.K), .partial = true});
 }
 
+// Whether the portable kernels may split a batch: not where whole sequences give the SMs this many work tiles. The gain
+// is small there, and with thousands of sequences the memory for their maps is not.
+constexpr int64_t kMostTilesOfSm = 8;
+bool may_split(const ForwardShape& shape) {
+  return !shape.portable ||
+         shape.N * shape.H_v * value_tiles(shape.V, kNarrowTile) <= kMostTilesOfSm * shape.card.sm_count;
+}
+
 // Throws if the forced tile does not exist for the call's keys.
 void require_tile(const ForwardShape& shape, int64_t forced) {
   if (forced != 0 && !has_tile(shape, forced)) {
@@ -60,6 +68,9 @@ std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& fo
   }
   if (forced.segment_chunks >= 0) {
     return {forced.segment_chunks};
+  }
+  if (!may_split(shape)) {
+    return {0};
   }
   std::vector<int64_t> found = {0};
   // Parts of the longest sequence; if it is unknown, of the average one, and of a sequence that has all tokens.
