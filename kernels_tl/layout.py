@@ -18,11 +18,11 @@ TRIANGLE = 10 * BLOCK * BLOCK
 # The sequence of a chunk whose rows no sequence covers. They are padding, and their outputs are zeros.
 PADDING = -1
 
-# Special numbers in place of a slot. NO_STATE: no state; as an initial state, zeros. FROM_SCAN: segment_scan writes it.
+# Special numbers in place of a slot. NO_STATE: no state; as an initial state, zeros. FROM_SCAN: the scan writes it.
 NO_STATE, FROM_SCAN = -1, -2
 
 # The table of segment_memory: the chunks from which a segment's first state is computed, at most LONGEST_MEMORY, or
-# FROM_MAPS, if more count: then segment_scan writes that state.
+# FROM_MAPS, if more count: then the scan writes that state.
 LONGEST_MEMORY, FROM_MAPS = 16, -1
 
 # Tokens up to the first checkpoint, if there is none: more than a sequence has, in whole chunks.

@@ -69,7 +69,7 @@ def chosen(first, a, b):
 
 
 class FirstState:
-    """The first state of a work tile: in the caller's slot `slot` of `initial` or, FROM_SCAN, in segment_scan's
+    """The first state of a work tile: in the caller's slot `slot` of `initial` or, FROM_SCAN, in the scan's
     tensor `scanned`, which is V-first, in fp32, with K channels per row."""
 
     def __init__(self, slot, initial, scanned):

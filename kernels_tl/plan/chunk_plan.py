@@ -32,7 +32,7 @@ segment without tokens, and no states.
 
 A segment's states are in these slots if they are the sequence's first or last, and else FROM_SCAN. On a pool a sequence
 may write its first state's slot, at its end or at a checkpoint. If the sequence is cut, a later segment may write the
-slot before the first segment reads it. So the first segment of a cut sequence then takes its state from segment_scan,
+slot before the first segment reads it. So the first segment of a cut sequence then takes its state from the scan,
 which copies it (FROM_SCAN).
 """
 
