@@ -88,11 +88,12 @@ def statements(lines: list[str]) -> dict[str, range]:
     found = {}
     for i, line in enumerate(lines):
         if "tl::initialize_wgmma_descriptor" in line and "desc_b" in line:
-            tiles = [re.search(r"\)(\w+)_s\)", x)[1] for x in lines[i - 2 : i + 1] if "initialize_wgmma" in x]
+            tiles = [re.search(r"\)(\w+)_s\)", x)[1] for x in lines[max(i - 2, 0) : i + 1] if "initialize_wgmma" in x]
             begin = next(j for j in range(i, len(lines)) if lines[j].lstrip().startswith("for ("))
             end = next(j for j in range(begin, len(lines)) if "tl::warpgroup_commit_batch" in lines[j])
-            result = re.search(r"uint32_t\*>\((\w+) \+", lines[end - 2])
-            found[f"{i + 1:4} product {' '.join(tiles)} -> {result[1] if result else '?'}"] = range(begin, end)
+            instruction = next(x for x in lines[begin:end] if "tl::wgmma_" in x)
+            result = re.findall(r"uint32_t\*>?\)?\((\w+) \+", instruction)[-1]
+            found[f"{i + 1:4} product {' '.join(tiles)} -> {result}"] = range(begin, end)
         elif (call := CALL.match(line)) and not NOT_TWICE.search(call[1]):
             found[f"{i + 1:4} {call[1]}"] = range(i, i + 1)
     return found
@@ -103,11 +104,15 @@ def variants(source: Path, kernels: Path) -> dict[str, dict[Path, str]]:
     lines = source.read_text().splitlines()
     found = {"": {}}
     for name, where in statements(lines).items():
-        twice = [*lines[: where.stop], *lines[where.start : where.stop], *lines[where.stop :]]
+        # A product that began from zero again would be the only one.
+        again = [re.sub(r"\(\(0 < \w+\) \? 1 : 0\)", "1", line) for line in lines[where.start : where.stop]]
+        twice = [*lines[: where.stop], *again, *lines[where.stop :]]
         found[name] = {source: "\n".join(twice) + "\n"}
     for kernel, (file, texts) in HEADER_STATEMENTS.items():
+        if not source.name.startswith(kernel):
+            continue
         header = (kernels / file).read_text()
-        for text in texts if source.name.startswith(kernel) else ():
+        for text in texts:
             assert header.count(text) == 1, f"{file} has {header.count(text)} lines {text}"
             found[f"header {text}"] = {kernels / file: header.replace(text, f"{text}\n  {text}")}
     return found
@@ -134,8 +139,8 @@ def compile_variant(arguments: tuple[Path, str, dict[Path, str], Path]) -> dict:
     return {"kernel": source.stem, "statement": name, "folder": folder.name, "spills": spills}
 
 
-def build(out: Path) -> None:
-    """Variants of all kernels, a list of them, and the package with the library for `run`."""
+def build_variants(out: Path) -> None:
+    """Variants of all kernels, and a list of them."""
     jobs = []
     for kernel in KERNELS:
         source = ROOT / f"build/kernels/{kernel}.cu"
@@ -149,6 +154,10 @@ def build(out: Path) -> None:
     for x in records:
         x["is_removed"] = bool(x["statement"]) and code[x["folder"]] == code[plain[x["kernel"]]["folder"]]
     (out / "variants.json").write_text(json.dumps(records, indent=1))
+
+
+def build_library(out: Path) -> None:
+    """The library that takes a kernel's code from the folder FLASH_QLA_STAGE, if the kernel's is there."""
     tree = out / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", out.name, "emulator*", "tests", "docs"))
@@ -235,6 +244,7 @@ if __name__ == "__main__":
     parser.add_argument("--kernel", default="", help="of run: the first letters of the kernels that are measured")
     options = parser.parse_args()
     if options.step == "build":
-        build(options.out.resolve())
+        build_variants(options.out.resolve())
+        build_library(options.out.resolve())
     else:
         run(options.out.resolve(), options.json, options.kernel)

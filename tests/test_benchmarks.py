@@ -35,6 +35,7 @@ layers = importlib.import_module("layers")
 prefill = importlib.import_module("prefill")
 region = importlib.import_module("region")
 report = importlib.import_module("report")
+stages = importlib.import_module("stages")
 
 MS = {
     "flash_qla": {"1x512": 0.01, "ragged32": 0.1},
@@ -414,3 +415,27 @@ def test_transformers_generate(on_cpu, architecture, monkeypatch):
     assert ours[1]["calls"] == {"total": 3, "flash_qla": 3}
     assert max(generation.compare(own[0]["completions"], ours[0]["completions"])["margins"], default=0) < 0.2
     assert own[1]["tokens_per_s"][0] > 0
+
+
+def test_each_statement_of_a_kernel_runs_twice(tmp_path):
+    """A product goes on with its sum, and what waits or signals runs once."""
+    product = [
+        "tl::initialize_wgmma_descriptor<1, 1, 64>(desc_b, (&(((bfloat16_t*)K_s)[0])));",
+        "for (int ki = 0; ki < 8; ++ki) {",
+        "tl::wgmma_rs<64>(S_16, desc_b, reinterpret_cast<uint32_t*>(V_new + 0), ((0 < ki) ? 1 : 0));",
+        "}",
+        "tl::warpgroup_commit_batch();",
+    ]
+    lines = [*product, "  flash_qla::device::round(S, 2);", "  flash_qla::device::wait_for_boxes();"]
+    source = tmp_path / "kernel.cu"
+    source.write_text("\n".join(lines) + "\n")
+    found = {name: edits.get(source) for name, edits in stages.variants(source, tmp_path).items()}
+    again = [line.replace("((0 < ki) ? 1 : 0)", "1") for line in product[1:4]]
+    assert found == {
+        "": None,
+        "   1 product K -> V_new": "\n".join([*product[:4], *again, *lines[4:]]) + "\n",
+        "   6 round": "\n".join([*lines[:6], *lines[5:]]) + "\n",
+    }
+    kernels = BENCHMARKS.parent / "kernels_tl"
+    for file, texts in stages.HEADER_STATEMENTS.values():
+        assert all((kernels / file).read_text().count(text) == 1 for text in texts)
