@@ -118,24 +118,32 @@ def test_segment_slots_are_enough(segment_chunks):
             assert found.segments <= shape["N"] + chunk_slots(shape) // segment_chunks, shape
 
 
+def workspace_of(*regions: int) -> int:
+    """Bytes of the regions, each of which begins at a multiple of 256."""
+    return sum(-(-size // 256) * 256 for size in regions)
+
+
+def tables_of(shape: dict, segments: int) -> tuple[int, ...]:
+    """The plan's: sequences, chunks, segments, and what is drawn."""
+    return 4 * 6 * shape["N"], 4 * 3 * chunk_slots(shape), 4 * 8 * segments, 4
+
+
 def test_workspace_is_what_the_kernels_need():
     for shape, segment_chunks in itertools.product(SHAPES, (-1, 0, 2)):
         with forward_mode(segment_chunks=segment_chunks):
             found = _C.forward_dispatch(**shape)
-        # The gated inverse and the attention, of each ten of the sixteen blocks of 16 x 16; gates.
-        of_chunk = 2 * 10 * 16 * 16 * 2 + 5 * CHUNK * 4
-        is_one_kernel = found.fused and found.segment_chunks == 0
-        needed = 0 if is_one_kernel else chunk_slots(shape) * shape["H_v"] * of_chunk
-        K = instance_K(shape)
+        regions = list(tables_of(shape, found.segments)) if found.planned else []
+        H_v, K, chunks = shape["H_v"], instance_K(shape), chunk_slots(shape)
+        if not (found.fused and found.segment_chunks == 0):
+            # Gates; the gated inverse and the attention, of each ten of the sixteen blocks of 16 x 16.
+            regions += [chunks * H_v * 5 * CHUNK * 4, chunks * H_v * 2 * 10 * 16 * 16 * 2]
         if found.segment_chunks:
             # The state before it; its map in two parts; whether it is skipped.
-            of_segment = tiles_of(shape) * TILE * K * 4 + 2 * K * K * 2 + 4
-            needed += found.segments * shape["H_v"] * of_segment
+            of_segment = tiles_of(shape) * TILE * K * 4, 2 * K * K * 2, 4
+            regions += [found.segments * H_v * size for size in of_segment]
         if found.fused and found.segment_chunks:  # what the segments remember, and which heads need maps
-            needed += 4 * shape["H_v"] * (found.segments + shape["N"])
-        if found.planned:
-            needed += 4 * (6 * shape["N"] + 3 * chunk_slots(shape) + 8 * found.segments)  # tables
-        assert needed <= found.workspace_bytes <= needed + 8 * 256, shape
+            regions += [4 * found.segments * H_v, 4 * shape["N"] * H_v]
+        assert found.workspace_bytes == workspace_of(*regions), shape
 
 
 def test_default_arguments():
@@ -412,37 +420,31 @@ def test_backward_segments_and_workspace(segment_chunks):
                 assert needed <= found.segments <= shape["N"] + chunk_slots(shape) // found.segment_chunks, shape
         if segment_chunks == -1 and found.segment_chunks > 0 and shape["varlen"] and shape["N"] > 1:
             assert found.segment_chunks <= found.cut_above < shape["N"] * chunks_of(shape["T"]), shape
-        # L and P, of each ten of the sixteen blocks of 16 x 16; two tables of gates.
-        rows, K = tiles_of(shape) * TILE, instance_K(shape)
+        rows, K, H_v, chunks = tiles_of(shape) * TILE, instance_K(shape), shape["H_v"], chunk_slots(shape)
         normalize = shape.get("use_qk_l2norm", False)
         inside = normalize and not is_wide(shape) and not shape.get("fp16", False)  # no kernels for the l2norm alone
-        of_chunk = 2 * 10 * 16 * 16 * 2 + (2 * 5 + 2 * inside) * CHUNK * 4
-        if is_wide(shape):  # dS'
-            of_chunk += K * rows * 2
-        needed = chunk_slots(shape) * shape["H_v"] * of_chunk
-        if is_wide(shape):  # V_new and U
-            needed += 2 * shape["B"] * shape["T"] * shape["H_v"] * shape.get("V", 128) * 2
-        needed += chunk_slots(shape) * K // 128 * shape["H_k"] * 4  # how many heads have added to dq and dk
+        regions = [*tables_of(shape, found.segments)]
+        # Two tables of gates; L and P, of each ten of the sixteen blocks of 16 x 16.
+        regions += [chunks * H_v * size * CHUNK * 4 for size in (5, 5 + 2 * inside)] + [chunks * H_v * 2 * 10 * 256 * 2]
+        tokens = shape["B"] * shape["T"]
+        if is_wide(shape):  # dS'; V_new and U
+            regions += [chunks * H_v * K * rows * 2, *[tokens * H_v * shape.get("V", 128) * 2] * 2]
+        regions.append(chunks * K // 128 * shape["H_k"] * 4)  # how many heads have added to dq and dk
         if normalize and not inside:  # normalized queries and keys, and by which factors
-            needed += 2 * shape["B"] * shape["T"] * shape["H_k"] * (shape.get("K", 128) * 2 + 4)
-        h, maps = chunk_slots(shape) * shape["H_v"] * K * rows * 2, 0
+            regions += [2 * tokens * shape["H_k"] * size for size in (shape.get("K", 128) * 2, 4)]
+        h, maps = chunks * H_v * K * rows * 2, 0
         if found.segment_chunks:  # the state before it, the gradient after it; its skips; its map in two parts
-            needed += found.segments * shape["H_v"] * (2 * rows * K * 4 + 2 * 4)
-            maps = found.segments * shape["H_v"] * 2 * K * K * 2
-        needed += max(h, maps)  # in one place
-        needed += 4 * (6 * shape["N"] + 3 * chunk_slots(shape) + 8 * found.segments)  # tables
+            regions += [found.segments * H_v * size for size in (rows * K * 4, rows * K * 4, 4, 4)]
+            maps = found.segments * H_v * 2 * K * K * 2
+        regions.append(max(h, maps))  # in one place
         # dg and dbeta of each tile or, with wide keys, of each half of the channels; a chunk's part of dA_log and
         # ddt_bias; counters.
         count = K // 128 if is_wide(shape) else tiles_of(shape)
-        parts = 2 * count * shape["B"] * shape["T"] * shape["H_v"] * 4
-        parts += chunk_slots(shape) * shape["H_v"] * 2 * 4 + -(-shape["H_v"] // 8) * 4
-        needed_inside = needed + parts
-        if count > 1:
-            needed += parts
-        assert needed <= found.workspace_bytes <= needed + 22 * 256, shape
+        parts = [*[count * tokens * H_v * 4] * 2, chunks * H_v * 2 * 4, -(-H_v // 8) * 4]
+        assert found.workspace_bytes == workspace_of(*regions, *(parts if count > 1 else [])), shape
         with backward_mode(segment_chunks):
             inside = _C.backward_dispatch(**shape, activations=True)
-        assert needed_inside <= inside.workspace_bytes <= needed_inside + 22 * 256, shape
+        assert inside.workspace_bytes == workspace_of(*regions, *parts), shape
 
 
 @pytest.mark.parametrize("varlen", (True, False))
