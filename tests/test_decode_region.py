@@ -182,6 +182,20 @@ def test_one_by_key_heads(name, device):
     assert torch.equal(expected.flatten(2), y.flatten(2)) and torch.equal(flat["state_pool"], x["state_pool"])
 
 
+@pytest.mark.parametrize("case", (BASE, Case(T=3), Case(int64=True)), ids=str)
+def test_a_table_of_slots(case, device):
+    """[N, S]: column 0 has the slots of windows and states, whatever is in the others, and whatever strides it has."""
+    arguments = make(case, device)
+    slots = arguments["state_indices"]
+    table = torch.stack([slots, slots.flip(0), slots + 100], 1)
+    expected = copied(arguments)
+    y = flash_qla.decode_gated_delta_net(**expected)
+    for indices in (table, table.mT.contiguous().mT):
+        found = copied(arguments) | {"state_indices": indices}
+        assert same(flash_qla.decode_gated_delta_net(**found), y)
+        assert all(same(found[name], expected[name]) for name in ("window_pool", "state_pool"))
+
+
 def launched(call, folder) -> list[str]:
     """The kernels that a call launches. In the emulator PyTorch's are named after their operators."""
     if torch.cuda.get_device_name() == "emulated":
