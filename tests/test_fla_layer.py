@@ -13,8 +13,9 @@ from accuracy import relative_error
 from dispatched import Ran
 from test_fla import as_on_hopper, change_hook, change_norm, integration, layer_inputs, whole_layer
 from test_region import formula
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_qla.integrations import _fla_layer as fla_layer
+from flash_qla.integrations import _fla_layer as fla_layer, _layers
 
 utils = pytest.importorskip("fla.models.utils", reason="FLA's models (flash-linear-attention) are not installed")
 __all__ = ["as_on_hopper", "integration"]  # fixtures
@@ -105,6 +106,19 @@ def test_padding(device, integration):
         assert torch.equal(old[1], new[1]) and not torch.equal(old[0], new[0])
 
 
+@torch.no_grad()
+def test_after_a_padded_prefill(device, integration):
+    """The cache goes on from each row's own tokens, as if the row were alone, and is as long as a row with padding."""
+    layer, cache = randomized(device), utils.Cache()
+    x, given = layer_inputs("padded", device)
+    mask, T = given["attention_mask"], x.shape[1]
+    for begin, end in ((0, T - 1), (T - 1, T)):
+        y, _, _ = layer(x[:, begin:end], mask[:, :end], cache, use_cache=True)
+        assert cache.get_seq_length() == end
+    for row, of_row, found in zip(x, mask, y, strict=True):
+        assert relative_error(found, expected(layer, row[of_row][None])[0][0, -1:]) < BAR
+
+
 def reordered(cache):
     cache.reorder_cache(torch.tensor([1, 0]))
     return cache
@@ -176,6 +190,19 @@ def test_a_prefill_in_another_mode(mode, integration):
         for token in x[:, PREFILL:].split(1, 1):
             y, _, _ = layer(token, past_key_values=cache, use_cache=True)
     assert relative_error(y, expected(layer, x)[0][:, -1:]) < BAR
+
+
+def test_after_a_step_on_fake_tensors(integration):
+    """As an estimate of a step's memory runs one: nothing of it stays."""
+    _layers._numbers.cache_clear()
+    layer = randomized("cpu")
+    x = layer_inputs("batch", "cpu")[0][:, : PREFILL + 1]
+    (_, cache), (_, other) = (prefilled(layer, x[:, :PREFILL]) for _ in range(2))
+    with torch.no_grad(), Ran() as ran, FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        layer(fake.from_tensor(x[:, PREFILL:]), past_key_values=other, use_cache=True)
+    with torch.no_grad():
+        y, _, _ = layer(x[:, PREFILL:], past_key_values=cache, use_cache=True)
+    assert ran.ops == [OP] and relative_error(y, expected(layer, x)[0][:, -1:]) < BAR
 
 
 def change_taps(layer):
