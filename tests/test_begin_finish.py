@@ -63,9 +63,11 @@ def for_device(case: Case, device: str):
 
 
 def sequences_of(case: Case) -> list[list[int]]:
-    """Which may be asked for together: the last ones, the first ones, none."""
-    N = case.B if case.lengths is None else len(case.lengths)
-    return [[N - 1], [0, N - 1], []] if N > 1 else [[0], []]
+    """Which may be asked for together: the last ones, the first ones, one without tokens, none."""
+    lengths = case.lengths or (case.T,) * case.B
+    last = len(lengths) - 1
+    some = [[last], [0, last]] if last else [[0]]
+    return [*some, *([[last, lengths.index(0)]] if 0 in lengths and case.lengths else []), []]
 
 
 def expected_maps(arguments: dict) -> tuple[torch.Tensor, torch.Tensor]:
