@@ -5,6 +5,8 @@ import itertools
 
 import pytest
 import torch
+from accuracy import relative_error
+from begin_finish import BEGIN, by_name
 from cases import ALL_INSIDE, Case, check_backward, check_forward, make_inputs, parametrize, run_forwards
 
 import flash_qla
@@ -74,6 +76,20 @@ def test_split_forward(chunks, case):
 def test_split_backward(chunks, case):
     with forced_dispatch(backward={"segment_chunks": chunks}):
         check_backward(case, "cuda")
+
+
+@pytest.mark.gpu
+def test_values_in_two_parts():
+    """A map adds values to states almost in fp32. With a key of its own for each token nothing else is rounded."""
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(64, 64, generator=generator).to("cuda", BF16)
+    k, gates = torch.eye(64, 128, device="cuda", dtype=BF16), torch.full((1, 64, 1), 0.3, device="cuda")
+    tokens = {name: x[None, :, None] for name, x in (("q", k), ("k", k), ("v", v))}
+    maps, _, _ = by_name(BEGIN[0], tokens | {"g": 0 * gates, "beta": gates, "map_sequences": [0]})
+    Z, M = maps[0, 0].double().split([64, 128])
+    betas = gates[0, 0, 0].double()
+    assert relative_error(Z[:, :64], betas * v.double().mT) < 1e-4
+    assert relative_error(M.diagonal(), 1 - betas * (torch.arange(128, device="cuda") < 64)) < 1e-4
 
 
 @pytest.mark.gpu
