@@ -127,6 +127,9 @@ def check_low_level(inputs: dict, gradients: dict, local: dict, local_gradients:
             g_raw = x["g"] if x.get("use_gate_in_kernel") else None
             arguments = x | {"g": g, "A": A, "g_raw": g_raw, "do": dx["do"], "dht": dx["dht"] if with_states else None}
             found.append(flash_qla.chunk_gated_delta_rule_bwd(**arguments))
+        backward = op_of("chunk_gated_delta_rule_bwd")  # whose empty results are not shards
+        results = backward(**{x.name: arguments[x.name] for x in backward._schema.arguments if x.name in arguments})
+        assert all(placement == Replicate() for x in results if not x.numel() for placement in x.placements)
         for name, whole, x in zip(ALL_GRADIENTS_OF.values(), *found, strict=False):
             if whole is None:
                 assert x is None
