@@ -51,17 +51,12 @@ void check_decode_on_gpu(const DecodeCall& call) {
   }
 }
 
-namespace {
-
-// Copies the table if its rows are not contiguous.
 kernels::IndexTable readable_table(const char* op, std::optional<Tensor>& table) {
   if (table) {
     make_contiguous(op, *table, table->scalar_type());
   }
   return index_table(table);
 }
-
-}  // namespace
 
 kernels::DecodeTables tables_of(DecodeCall& call) {
   return {.offsets = readable_table(call.op, call.cu_seqlens),

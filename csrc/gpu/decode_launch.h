@@ -18,6 +18,9 @@ inline int64_t first_places(int64_t places, int64_t ctas, int64_t waves, int64_t
   return places * ctas <= waves * at_a_time ? ceil_div(at_a_time, ctas) : 0;
 }
 
+// The table of a kernel that reads its rows as contiguous. Replaces another table by a copy.
+kernels::IndexTable readable_table(const char* op, std::optional<Tensor>& table);
+
 // The call's tables. Those whose rows are not contiguous are replaced by copies.
 kernels::DecodeTables tables_of(DecodeCall& call);
 

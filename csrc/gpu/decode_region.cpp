@@ -224,18 +224,18 @@ kernels::RegionGrid grid_of(const DecodeRegion& region, const auto& facts) {
 void launch_one_token(const DecodeRegion& region, const TokenTensors& tokens, const Tensor& y) {
   const DecodeCall& rule = region.rule();
   const Parameters parameters(region);
+  std::optional<Tensor> slots = region.convolution().pool->state_indices;  // perhaps a column of a table
   const auto instance = instance_of<kernels::DecodeRegionParams>(rule);
-  kernels::decode_region({.inputs = inputs_of(region, tokens, parameters),
-                          .windows = windows_of(region.windows().window_pool),
-                          .slots = {.state_indices = index_table(region.convolution().pool->state_indices),
-                                    .null_index = rule.null_index,
-                                    .slots = rule.slots()},
-                          .state_pool = rule.state_pool.mutable_data_ptr(),
-                          .slot_stride = rule.state_pool.stride(0),
-                          .state_dtype_code = dtype_code(rule.state_pool),
-                          .y = y.mutable_data_ptr(),
-                          .grid = grid_of(region, kernels::facts_of(instance))},
-                         instance, current_stream(y));
+  kernels::decode_region(
+      {.inputs = inputs_of(region, tokens, parameters),
+       .windows = windows_of(region.windows().window_pool),
+       .slots = {.state_indices = readable_table(rule.op, slots), .null_index = rule.null_index, .slots = rule.slots()},
+       .state_pool = rule.state_pool.mutable_data_ptr(),
+       .slot_stride = rule.state_pool.stride(0),
+       .state_dtype_code = dtype_code(rule.state_pool),
+       .y = y.mutable_data_ptr(),
+       .grid = grid_of(region, kernels::facts_of(instance))},
+      instance, current_stream(y));
 }
 
 void launch_drafts(const DecodeRegion& region, const TokenTensors& tokens, const Tensor& y) {
