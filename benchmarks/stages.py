@@ -192,8 +192,8 @@ def timed(kernel: Kernel) -> dict[str, float]:
         results = flash_qla.chunk_gated_delta_rule(**inputs | leaves, **options)
 
         def call():
-            wanted = [leaves[name] for name in sorted(forward)]
-            torch.autograd.grad(results, wanted, (gradients["do"], gradients["dht"]), retain_graph=True)
+            inputs_with_gradients = [leaves[name] for name in sorted(forward)]
+            torch.autograd.grad(results, inputs_with_gradients, (gradients["do"], gradients["dht"]), retain_graph=True)
 
     with forced_dispatch(**{"backward" if kernel.backward else "forward": kernel.mode}):
         in_a_row = common.time_graph(call, 5, 60.0)
@@ -205,7 +205,7 @@ def timed(kernel: Kernel) -> dict[str, float]:
 def run(out: Path, results: Path, only: str) -> None:
     records, times = json.loads((out / "variants.json").read_text()), []
     records = [x for x in records if x["kernel"].startswith(only)]
-    # The library stands beside _C, as in the package.
+    # _C loads the library of its own folder.
     package = ROOT / "flash_qla"
     shutil.copy(out / "libflash_qla.so", package)
     import common

@@ -79,8 +79,10 @@ def test_steps(name, mode, device, integration, caplog):
             outputs.append(y)
             assert found is cache and nothing is None
     assert ran.ops == [OP] * STEPS and caplog.messages == ["flash_qla runs decoding as one op of GatedDeltaNet"]
-    wanted, states, inputs = expected(layer, x)
-    for found, y in zip(torch.cat(outputs, 1)[:, PREFILL:].split(1, 1), wanted[:, PREFILL:].split(1, 1), strict=True):
+    reference, states, inputs = expected(layer, x)
+    for found, y in zip(
+        torch.cat(outputs, 1)[:, PREFILL:].split(1, 1), reference[:, PREFILL:].split(1, 1), strict=True
+    ):
         assert relative_error(found, y) < BAR
     for window, of_projection in zip(cache[0]["conv_state"], inputs, strict=True):
         assert torch.equal(window, of_projection[:, -layer.conv_size :].mT)
@@ -96,11 +98,13 @@ def test_padding(device, integration):
     before = [y.clone() for y in (*cache[0]["conv_state"], cache[0]["recurrent_state"])]
     mask = torch.ones(2, PREFILL + 1, dtype=torch.int64, device=device)
     with torch.no_grad():
-        wanted, _, _ = layer(x[:, PREFILL:], mask, whole, use_cache=True)
-        assert torch.equal(wanted, layer(x[:, PREFILL:], None, prefilled(layer, x[:, :PREFILL])[1], use_cache=True)[0])
+        reference, _, _ = layer(x[:, PREFILL:], mask, whole, use_cache=True)
+        assert torch.equal(
+            reference, layer(x[:, PREFILL:], None, prefilled(layer, x[:, :PREFILL])[1], use_cache=True)[0]
+        )
         mask[1, -1] = 0
         y, _, _ = layer(x[:, PREFILL:], mask, cache, use_cache=True)
-    assert torch.equal(y[0], wanted[0]) and not y[1].any()
+    assert torch.equal(y[0], reference[0]) and not y[1].any()
     after = (*cache[0]["conv_state"], cache[0]["recurrent_state"])
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old[1], new[1]) and not torch.equal(old[0], new[0])
@@ -158,8 +162,8 @@ def test_a_changed_cache(change, integration):
             y, _, _ = layer(token, past_key_values=other, use_cache=True)
     for old, new in zip(kept, before, strict=True):
         assert torch.equal(old, new)
-    wanted, states, inputs = expected(layer, x)
-    assert relative_error(y, wanted[:, -1:]) < BAR and relative_error(other[0]["recurrent_state"], states) < BAR
+    reference, states, inputs = expected(layer, x)
+    assert relative_error(y, reference[:, -1:]) < BAR and relative_error(other[0]["recurrent_state"], states) < BAR
     for window, of_projection in zip(other[0]["conv_state"], inputs, strict=True):
         assert torch.equal(window, of_projection[:, -layer.conv_size :].mT)
 

@@ -166,8 +166,8 @@ def test_decode(case, device, engine, on_hopper):
     for slot in {*range(len(states))} - {*case.indices}:
         assert torch.equal(x["state_pool"][slot], states[slot])
     ((*arguments, layer_id),) = backend.tracked
-    wanted = (batch, x["window_pool"], x["state_pool"], x["state_indices"])
-    assert all(found is y for found, y in zip(arguments, wanted, strict=True)) and layer_id == 3
+    passed_on = (batch, x["window_pool"], x["state_pool"], x["state_indices"])
+    assert all(found is y for found, y in zip(arguments, passed_on, strict=True)) and layer_id == 3
 
 
 DRAFTS = {"T": 3, "indices": (4, -1, 6), "kept_rows": (0, 1, 2), "steps": 3, "update_state": False, "options": OPTIONS}

@@ -24,7 +24,7 @@ _ATTENTION = "sglang.srt.layers.radix_linear_attention"
 _BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
 _UTILITIES = "sglang.srt.layers.attention.linear.utils"
 _MOST_DRAFTS = 8  # of decode_gated_delta_net on a GPU
-# What `decode` reads beside what _why_not does
+# What `decode` reads, and _why_not does not
 _OF_LAYER = ("_forward_input_proj", "out_proj", "layer_norm_epsilon")
 _OF_ATTENTION = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "bias", "A_log", "dt_bias")
 _OF_BACKEND = ("_track_mamba_state_decode",)
@@ -111,7 +111,7 @@ def _why_not(layer: torch.nn.Module, step: Step, dtype: torch.dtype) -> str | No
             return f"{type(kernel).__name__} decodes"
         # The names are missing in older releases.
         if any(getattr(pools, name, None) is not None for name in ("replayssm_d", "replayssm_rawv")):
-            return "--enable-linear-replayssm keeps tokens beside the states"
+            return "--enable-linear-replayssm keeps tokens with the states"
         if windows.shape[1:] != (weight.shape[0], weight.shape[1] - 1):
             return f"windows are {[*windows.shape]} for weights {[*weight.shape]}"
         if any(x is None or x.shape[2:] != y.shape[1:] for x, y in zip(kept, (pools.temporal, windows), strict=False)):

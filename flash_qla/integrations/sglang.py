@@ -14,9 +14,9 @@ sequence whose slot is negative has no state. With --enable-deterministic-infere
 on the batch. Other backends stay in use: on Hopper, prefill runs FlashInfer unless --linear-attn-prefill-backend is
 triton.
 
-On Hopper a step of decoding without drafts of a layer of Qwen3-Next and Qwen3.5 in bf16 is one call between its
-projections: _sglang_layer.py says which steps. SGLang's layer runs the others with the functions of this module. Its
-log says so, or why every step does.
+On Hopper a step of decoding, also of a chain of drafts, of a layer of Qwen3-Next and Qwen3.5 in bf16 is one call
+between its projections; _sglang_layer.py has the list. SGLang's layer runs the other steps with the functions of this
+module. Its log says so, or why every step does.
 
 Written for SGLang 0.5.12 to 0.5.23. SGLang 0.5.17 has generated text on the functions of the delta rule on an H100:
 eagerly, in CUDA graphs, with the radix cache, with drafts, and with --enable-linear-replayssm. They have been compared

@@ -48,7 +48,8 @@ PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
 PRELUDE = """
 #include "portable/scan.cuh"
 """
-WARP_ROWS, MAP_ROWS, PAD = 4, 32, 4  # of scan.cuh
+WARP_ROWS = 4  # rows of S^T per warp
+MAP_ROWS, PAD = 32, 4  # rows of a block of M^T, and floats between them
 
 
 def rows_of_warps(K):
@@ -85,7 +86,7 @@ def portable_scan(K, reverse):
             slot = slot_after(scan.slot, step)
             if maps.skips[slot, scan.hv] == 0:
                 extern(
-                    f"load_map_block<{K}>",
+                    f"load_map_block<{K}, {MAP_ROWS}, {K + PAD}>",
                     T.access_ptr(tiles.M[T.truncmod(block, STAGES), 0, 0], "w"),
                     T.access_ptr(maps.maps[slot, scan.hv, 0, 0], "r"),
                     block - step * BLOCKS,
@@ -105,7 +106,7 @@ def portable_scan(K, reverse):
             load_block(tiles, maps, scan, block + STAGES - 1)
             if skip == 0:
                 extern(
-                    f"multiply_map_block<{K}, {str(reverse).lower()}>",
+                    f"multiply_map_block<{K}, {str(reverse).lower()}, {WARP_ROWS}, {MAP_ROWS}, {K + PAD}>",
                     r.S.data,
                     T.access_ptr(tiles.S[0, 0], "r"),
                     T.access_ptr(tiles.M[T.truncmod(block, STAGES), 0, 0], "r"),
@@ -169,7 +170,7 @@ def portable_scan(K, reverse):
                     if state_slot != NO_STATE:
                         extent = (initial.stride_v, initial.stride_k, initial.key_dim, initial.value_dim - at.v0)
                         of_rows = (initial.pointer(state_slot, at.hv, at.v0), initial.dtype, *extent)
-                        extern(f"read_state_rows<{K}, {initial.float8}>", r.S.data, *of_rows)
+                        extern(f"read_state_rows<{K}, {WARP_ROWS}, {initial.float8}>", r.S.data, *of_rows)
                 if not reverse:  # noqa: SIM102  decided here, the other on the device
                     if (m0 < 0) & (mapped == 0) & (plan.segments[slot, SegmentColumn.INITIAL] == FROM_SCAN):
                         for i, j in T.Parallel(ROWS, K):
