@@ -205,9 +205,12 @@ def timed(kernel: Kernel) -> dict[str, float]:
 def run(out: Path, results: Path, only: str) -> None:
     records, times = json.loads((out / "variants.json").read_text()), []
     records = [x for x in records if x["kernel"].startswith(only)]
-    # _C loads the library of its own folder.
-    package = ROOT / "flash_qla"
+    # A copy of the package, because _C loads the library of its own folder.
+    package = out / "package/flash_qla"
+    shutil.rmtree(package, ignore_errors=True)
+    shutil.copytree(ROOT / "flash_qla", package)
     shutil.copy(out / "libflash_qla.so", package)
+    sys.path.insert(0, str(package.parent))
     import common
     import torch  # noqa: F401  before the forks, which then need no import
 
