@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.append(str(ROOT))  # last: without a build its flash_qla/ would hide the installed package
 
 
 @dataclass(frozen=True)
