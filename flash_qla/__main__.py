@@ -63,9 +63,9 @@ def print_kernels() -> None:
     ]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     for row in [header, *rows]:
-        text = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
-        numbers = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
-        print("  ".join(text + numbers).rstrip())
+        labels = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
+        figures = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
+        print("  ".join(labels + figures).rstrip())
 
 
 def print_driver(version: int) -> None:
@@ -85,9 +85,9 @@ def obstacle(gpu: _C.Gpu, driver: int) -> str:
 def kernels_of(gpu: _C.Gpu) -> str:
     """The architectures of the kernels that this GPU gets, and those that it has no code of."""
     kernels = _C.kernels()
-    runs = [kernel for kernel in kernels if _C.runs_on(kernel.architecture, gpu.major, gpu.minor)]
-    compiled = sorted({kernel.architecture for kernel in runs if not is_ptx(kernel)})
-    missing = {kernel.kernel for kernel in kernels} - {kernel.kernel for kernel in runs}
+    runnable = [kernel for kernel in kernels if _C.runs_on(kernel.architecture, gpu.major, gpu.minor)]
+    compiled = sorted({kernel.architecture for kernel in runnable if not is_ptx(kernel)})
+    missing = {kernel.kernel for kernel in kernels} - {kernel.kernel for kernel in runnable}
     text = "the kernels run, by code for " + ", ".join(compiled)
     if not compiled:
         text = "the kernels run, by PTX that the driver compiles when a kernel is first launched, and then caches"

@@ -75,11 +75,11 @@ _exchange_slow_path_was_said = _function("exchange_slow_path_was_said", ctypes.c
 @contextlib.contextmanager
 def slow_path_is_meant():
     """Within the block the line that the CPU is slow is not said."""
-    before = _exchange_slow_path_was_said(1)
+    previous = _exchange_slow_path_was_said(1)
     try:
         yield
     finally:
-        _exchange_slow_path_was_said(before)
+        _exchange_slow_path_was_said(previous)
 
 
 MOST_KEY_DIM = _function("most_key_dim")()  # the largest K on a GPU

@@ -202,15 +202,17 @@ def chunk_gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first,
         auto_cp,
     )  # fmt: skip
-    more = (state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, max_seqlen)
+    options = (
+        state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, max_seqlen,
+    )  # fmt: skip
     try:
         if cp_context is not None:
-            o, final_state = passes.chunk_gated_delta_rule(cp_context, *args, *more)
+            o, final_state = passes.chunk_gated_delta_rule(cp_context, *args, *options)
         else:
-            has_more = use_gate_in_kernel or use_beta_sigmoid_in_kernel or allow_neg_eigval
-            if not has_more and state_dtype is A_log is dt_bias is max_seqlen is None:
-                more = ()  # the dispatcher fills in defaults in less time than it reads arguments
-            o, final_state = autograd.call(torch.ops.flash_qla.chunk_gated_delta_rule, *args, *more)
+            has_activations = use_gate_in_kernel or use_beta_sigmoid_in_kernel or allow_neg_eigval
+            if not has_activations and state_dtype is A_log is dt_bias is max_seqlen is None:
+                options = ()  # the dispatcher fills in defaults in less time than it reads arguments
+            o, final_state = autograd.call(torch.ops.flash_qla.chunk_gated_delta_rule, *args, *options)
     except Exception:
         explain(chunk_gated_delta_rule, locals())
         raise

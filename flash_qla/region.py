@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from flash_qla.cp import CPContext, published, region as of_ranks
+from flash_qla.cp import CPContext, published, region as cp_region
 from flash_qla.ops import autograd
 from flash_qla.ops.checks import explain
 
@@ -134,7 +134,7 @@ def gated_delta_net(
     if cp_context is not None:
         cp_context, cu_seqlens, auto_cp = published.ranks_of(cp_context, cu_seqlens, auto_cp)
     if cp_context is not None:
-        y, *states = of_ranks.gated_delta_net(
+        y, *states = cp_region.gated_delta_net(
             cp_context, mixed, _by_heads(z, a), a, b, conv_weight, conv_bias, norm_weight, A_log=A_log, dt_bias=dt_bias,
             num_k_heads=num_k_heads, head_k_dim=head_k_dim, scale=scale, initial_state=initial_state,
             initial_window=initial_window, output_final_state=output_final_state, state_v_first=state_v_first,

@@ -82,7 +82,7 @@ def prefill_gated_delta_rule(
     checkpoints : Tensor, optional
         Memory for these states, instead of checkpoint_indices: [total, H_v, V, K], with dtypes and strides as for
         state_pool. The states follow one another in the order of the sequences, floor(length / checkpoint_every) for
-        each sequence. The places of a sequence without a slot keep their contents. It is written.
+        each sequence. The rows of a sequence without a slot keep their contents. It is written.
     h : Tensor, optional
         Memory for the state at the start of each chunk of 64 tokens, contiguous, V-first: shape, dtype and order as h
         of chunk_gated_delta_rule_intermediates. It is written; zero for a sequence without a slot. A checkpoint_every
@@ -91,7 +91,7 @@ def prefill_gated_delta_rule(
     Other Parameters
     ----------------
     batch_invariant : bool, default False
-        The bits of a sequence's results do not depend on the other sequences, on its place in the batch, or on padding.
+        The bits of a sequence's results do not depend on the other sequences, on its index in the batch, or on padding.
         The GPU then splits no sequence over the SMs and does not use the fused kernel. On the CPU this always holds.
         With checkpoints the state is also rounded to their dtype after every checkpoint_every tokens, even where no
         checkpoint is kept. So a call that starts from a checkpoint, with the same checkpoint_every, continues with the
@@ -233,7 +233,7 @@ def decode_gated_delta_rule(
     intermediate_indices : Tensor, optional
         Row of each sequence, [N]; n by default. A negative row keeps no states.
     parents : Tensor, optional
-        [N, S], for a tree of drafted tokens: the number of each token's parent, smaller than its own, or -1 for the
+        [N, S], for a tree of drafted tokens: the index of each token's parent, smaller than its own, or -1 for the
         initial state. Needs update_state=False or write_indices, because a tree has no last state.
 
     Other Parameters

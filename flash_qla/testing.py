@@ -67,8 +67,8 @@ def forced_dispatch(
         raise ValueError(
             f"flash_qla.testing.forced_dispatch: kernels is {kernels!r}, expected 'portable', 'device' or None"
         )
-    given = (None if mode is None else _C.Override(**mode) for mode in (forward, backward))
-    previous = _C.exchange_overrides(*given, None if kernels is None else kernels == "portable")
+    overrides = (None if mode is None else _C.Override(**mode) for mode in (forward, backward))
+    previous = _C.exchange_overrides(*overrides, None if kernels is None else kernels == "portable")
     try:
         yield
     finally:

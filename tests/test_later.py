@@ -13,7 +13,7 @@ import pytest
 from subprocesses import run_forks
 
 from flash_qla.integrations._engines import Replacement
-from flash_qla.ops.later import _FINDER, _waiting, when_imported
+from flash_qla.ops.later import _FINDER, _callbacks, when_imported
 
 SOURCE = "value = 1\ndef function(q): return 'theirs'\n"
 
@@ -30,8 +30,8 @@ def package(tmp_path, monkeypatch):
     yield name
     for module in [x for x in sys.modules if x.partition(".")[0] == name]:
         del sys.modules[module]
-    for module in [x for x in _waiting if x.partition(".")[0] == name]:
-        del _waiting[module]
+    for module in [x for x in _callbacks if x.partition(".")[0] == name]:
+        del _callbacks[module]
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ from flash_qla.ops import later, schemas
 def change(tensor):
     {change}
 
-later._waiting["torch.distributed.tensor"].insert(0, (change, "the test"))
+later._callbacks["torch.distributed.tensor"].insert(0, (change, "the test"))
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import torch.distributed.tensor

@@ -14,18 +14,18 @@ class Part(NamedTuple):
     Its first sequence may begin in an earlier part, its last sequence may go on in a later one. Both may be the same.
     """
 
-    slot: int  # its place among the parts of all ranks, in the order of the tokens
+    slot: int  # its index among the parts of all ranks, in the order of the tokens
     begin: int  # its tokens in the rank's tensors: begin, ..., end - 1
     end: int
     first: int  # row of its first sequence, among the rank's sequences
     last: int  # row of its last sequence
-    before: int  # earlier parts that have tokens of its first sequence
-    after: int  # later parts that have tokens of its last sequence
+    parts_before: int  # earlier parts that have tokens of its first sequence
+    parts_after: int  # later parts that have tokens of its last sequence
     tokens_before: int  # tokens of its first sequence in the earlier parts
 
 
 # FLA's fields for a part: the name with one part per rank, the name with two
-_OF_PARTS = {
+_FIELDS_BY_PART = {
     "pre_num_ranks": "pre_num_ranks_by_part",
     "post_num_ranks": "post_num_ranks_by_part",
     "is_first_rank": "is_first_by_part",
@@ -76,7 +76,7 @@ class CPContext:
     is_last_by_part: tuple[bool, bool] | None = None
     pre_num_conv_tokens_by_part: tuple[int, int] | None = None
     # Not FLA's:
-    sequences: tuple[int, ...] | None = None  # the number of each of the rank's sequences among all
+    sequences: tuple[int, ...] | None = None  # the index of each of the rank's sequences among all
     num_tokens: int | None = None  # the rank's tokens, with padding after the last offset; None: without padding
 
     def __post_init__(self):
@@ -104,16 +104,16 @@ class CPContext:
                 end=offsets[end],
                 first=first,
                 last=end - 1,
-                before=self._of_part("pre_num_ranks", i),
-                after=self._of_part("post_num_ranks", i),
-                tokens_before=self._of_part("pre_num_conv_tokens", i),
+                parts_before=self._part_field("pre_num_ranks", i),
+                parts_after=self._part_field("post_num_ranks", i),
+                tokens_before=self._part_field("pre_num_conv_tokens", i),
             )
             for i, (slot, (first, end)) in enumerate(zip(slots, itertools.pairwise(rows), strict=True))
         )
         self._part_len = self._tokens // len(slots)
 
-    def _of_part(self, name: str, i: int):
-        return getattr(self, name) if self.layout == "contiguous" else getattr(self, _OF_PARTS[name])[i]
+    def _part_field(self, name: str, i: int):
+        return getattr(self, name) if self.layout == "contiguous" else getattr(self, _FIELDS_BY_PART[name])[i]
 
     @property
     def num_seqs(self) -> int:
@@ -164,7 +164,7 @@ def build_cp_context(
     Returns
     -------
     The context, for the arguments named cp_context. Its `cu_seqlens` are the offsets of the rank's own sequences, on
-    the device of cu_seqlens. Its `sequences` are the numbers of these sequences among all.
+    the device of cu_seqlens. Its `sequences` are the indices of these sequences among all.
 
     Raises
     ------
@@ -189,35 +189,35 @@ def build_cp_context(
         raise ValueError(f"cu_seqlens is {offsets}, expected offsets that begin with 0 and do not decrease")
     total = offsets[-1] if num_tokens is None else num_tokens
     if total <= 0 or total % count != 0 or total < offsets[-1]:
-        came = f"cu_seqlens ends with {total} tokens" if num_tokens is None else f"num_tokens is {total}"
-        instead = "; with padding pass num_tokens" if num_tokens is None else f", at least {offsets[-1]}"
-        raise ValueError(f"{came}, expected a positive multiple of {count}, {layout}{instead}")
+        got = f"cu_seqlens ends with {total} tokens" if num_tokens is None else f"num_tokens is {total}"
+        hint = "; with padding pass num_tokens" if num_tokens is None else f", at least {offsets[-1]}"
+        raise ValueError(f"{got}, expected a positive multiple of {count}, {layout}{hint}")
     part_len = total // count
 
-    local, sequences, of_parts = [0], [], []
+    local_offsets, sequences, part_fields = [0], [], []
     for i, slot in enumerate(slots):
         begin, end = slot * part_len, min((slot + 1) * part_len, offsets[-1])
         first, last = bisect.bisect_right(offsets, begin) - 1, bisect.bisect_left(offsets, end) - 1
         rows = [n for n in range(first, last + 1) if offsets[n] < offsets[n + 1]]
-        local += [i * part_len + min(offsets[n + 1], end) - begin for n in rows]
+        local_offsets += [i * part_len + min(offsets[n + 1], end) - begin for n in rows]
         sequences += rows
-        before = after = tokens_before = 0
+        parts_before = parts_after = tokens_before = 0
         if rows:
-            before, after = slot - offsets[first] // part_len, (offsets[last + 1] - 1) // part_len - slot
+            parts_before, parts_after = slot - offsets[first] // part_len, (offsets[last + 1] - 1) // part_len - slot
             tokens_before = begin - offsets[first]
-        of_parts.append((before, after, before == 0, after == 0, tokens_before))
+        part_fields.append((parts_before, parts_after, parts_before == 0, parts_after == 0, tokens_before))
         if i == 0:
-            front = len(rows)
-    local = torch.tensor(local, dtype=torch.int32, device="cpu")
+            front_num_seqs = len(rows)
+    local_offsets = torch.tensor(local_offsets, dtype=torch.int32, device="cpu")
     if layout == "contiguous":
-        fields = dict(zip(_OF_PARTS, of_parts[0], strict=True))
+        fields = dict(zip(_FIELDS_BY_PART, part_fields[0], strict=True))
     else:
-        fields = dict(zip(_OF_PARTS.values(), zip(*of_parts, strict=True), strict=True))
-        fields |= {"part_len": part_len, "front_num_seqs": front}
+        fields = dict(zip(_FIELDS_BY_PART.values(), zip(*part_fields, strict=True), strict=True))
+        fields |= {"part_len": part_len, "front_num_seqs": front_num_seqs}
     return CPContext(
         group=group,
-        cu_seqlens=local.to(cu_seqlens.device, non_blocking=True),
-        cu_seqlens_cpu=local,
+        cu_seqlens=local_offsets.to(cu_seqlens.device, non_blocking=True),
+        cu_seqlens_cpu=local_offsets,
         layout=layout,
         conv1d_kernel_size=conv1d_kernel_size,
         sequences=tuple(sequences),

@@ -56,13 +56,13 @@ def _check_agreement(rows: torch.Tensor, context: CPContext, for_backward: bool)
     They disagree if heads, head dimensions or dtypes differ, or if only some of them need gradients: the others have
     no backward.
     """
-    exchanged = (tuple(rows.shape), rows.dtype, for_backward)
-    of_ranks = [None] * context._world_size
-    torch.distributed.all_gather_object(of_ranks, exchanged, context.group)
-    if any(other != exchanged for other in of_ranks):
+    signature = (tuple(rows.shape), rows.dtype, for_backward)
+    signatures = [None] * context._world_size
+    torch.distributed.all_gather_object(signatures, signature, context.group)
+    if any(other != signature for other in signatures):
         raise RuntimeError(
             "flash_qla: the ranks differ in the shape or the dtype of what they exchange, or in whether they need "
-            f"gradients; in the order of the ranks these are {of_ranks}"
+            f"gradients; in the order of the ranks these are {signatures}"
         )
 
 

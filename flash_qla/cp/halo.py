@@ -16,15 +16,15 @@ class _ExchangeHalo(torch.autograd.Function):
         halos = []
         for part in context._parts:
             # Each part before one with tokens has at least one token, so `size` parts are enough.
-            before = tails[max(0, part.slot - size) : part.slot].flatten(0, 1)
-            halos.append(_of_first_sequence(_last_tokens(before, size), part))
+            preceding = tails[max(0, part.slot - size) : part.slot].flatten(0, 1)
+            halos.append(_mask_other_sequences(_last_tokens(preceding, size), part))
         return torch.stack(halos)
 
     @staticmethod
     def backward(ctx, dhalo):
         context, dx = ctx.context, dhalo.new_zeros(ctx.shape)
-        own = zip(dhalo.unbind(), context._parts, strict=True)
-        halos = torch.stack([_of_first_sequence(halo, part) for halo, part in own])
+        local_halos = zip(dhalo.unbind(), context._parts, strict=True)
+        halos = torch.stack([_mask_other_sequences(halo, part) for halo, part in local_halos])
         halos = wait(start_gather(in_backward(halos), context), context)
         for part in context._parts:
             # The halo of a later part ends where that part begins, and may reach over several parts before it.
@@ -43,10 +43,10 @@ def _last_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat([x.new_zeros(missing, *x.shape[1:]), x]) if missing else x
 
 
-def _of_first_sequence(halo: torch.Tensor, part: Part) -> torch.Tensor:
+def _mask_other_sequences(halo: torch.Tensor, part: Part) -> torch.Tensor:
     """The halo, with zeros for tokens that do not belong to the part's first sequence."""
-    others = max(0, halo.shape[0] - part.tokens_before)
-    return torch.cat([torch.zeros_like(halo[:others]), halo[others:]])
+    num_masked = max(0, halo.shape[0] - part.tokens_before)
+    return torch.cat([torch.zeros_like(halo[:num_masked]), halo[num_masked:]])
 
 
 def exchange_halo(x: torch.Tensor, cp_context: CPContext) -> torch.Tensor:

@@ -65,15 +65,15 @@ class _Call:
     def with_zeros(self, states: torch.Tensor | None) -> torch.Tensor | None:
         """States with zeros in the rows of sequences that begin in another part."""
         for part in self.context._parts:
-            if part.before and states is not None:
+            if part.parts_before and states is not None:
                 states = self.with_row(states, part.first, self.zeros(self.states_shape[1:]))
         return states
 
     def with_states_before(self, states: torch.Tensor | None, gathered: torch.Tensor) -> torch.Tensor | None:
         """States with those that earlier parts leave in the rows of sequences that begin there."""
         for part in self.context._parts:
-            if part.before:
-                state = self.fold(gathered[part.slot - part.before : part.slot], part.before)
+            if part.parts_before:
+                state = self.fold(gathered[part.slot - part.parts_before : part.slot], part.parts_before)
                 states = self.with_row(states, part.first, state)
         return states
 
@@ -89,25 +89,25 @@ def _forward(context: CPContext, for_backward: bool, tokens: tuple, options: dic
         o, final_state, workspace, states: the results, the workspace from begin to finish, and the initial states.
     """
     parts, call = context._parts, _Call(context, tokens[0], tokens[2], options["state_v_first"])
-    after, before = ([bool(getattr(part, name)) for part in parts] for name in ("after", "before"))
+    has_later, has_earlier = ([bool(getattr(part, name)) for part in parts] for name in ("parts_after", "parts_before"))
     q, k, v, g, beta = (x.contiguous() for x in tokens)
-    given = options | {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    arguments = options | {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     states = options["initial_state"]
-    if not any(after) and not any(before):  # only the other ranks need this gather
+    if not any(has_later) and not any(has_earlier):  # only the other ranks need this gather
         gathered = start_gather(call.zeros(call.maps_shape), context, for_backward)
-        o, final_state = _op(**given)
+        o, final_state = _op(**arguments)
         wait(gathered, context)
         return o, final_state, None, states
 
     states = call.with_zeros(states)  # the caller's rows of these are ignored
-    mapped = [part.last for part in parts if part.after]
-    maps, workspace, o = _begin_forward(**given | {"initial_state": states, "map_sequences": mapped})
-    gathered = start_gather(spread(maps, after), context, for_backward)
-    if any(before):
+    mapped = [part.last for part in parts if part.parts_after]
+    maps, workspace, o = _begin_forward(**arguments | {"initial_state": states, "map_sequences": mapped})
+    gathered = start_gather(spread(maps, has_later), context, for_backward)
+    if any(has_earlier):
         gathered = wait(gathered, context)
         states = call.with_states_before(states, gathered)
-    final_state = _finish_forward(**given | {"initial_state": states, "workspace": workspace, "o": o})
-    if not any(before):
+    final_state = _finish_forward(**arguments | {"initial_state": states, "workspace": workspace, "o": o})
+    if not any(has_earlier):
         wait(gathered, context)
     return o, final_state, workspace, states
 
@@ -120,29 +120,31 @@ def _backward(context: CPContext, options: dict, *tensors) -> tuple:
     """
     q, k, v, g, beta, initial_state, A_log, dt_bias, do, dht = tensors
     parts, call = context._parts, _Call(context, q, v, options["state_v_first"])
-    after, before = ([bool(getattr(part, name)) for part in parts] for name in ("after", "before"))
+    has_later, has_earlier = ([bool(getattr(part, name)) for part in parts] for name in ("parts_after", "parts_before"))
     q, k, v, do = (x.contiguous() for x in (q, k, v, torch.zeros_like(v) if do is None else do))
-    given = options | {"q": q, "k": k, "v": v, "g": None, "beta": beta, "A": None, "do": do, "dht": dht, "g_raw": g}
-    given |= {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias}
-    if not any(after) and not any(before):
+    arguments = options | {"q": q, "k": k, "v": v, "g": None, "beta": beta, "A": None, "do": do, "dht": dht, "g_raw": g}
+    arguments |= {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias}
+    if not any(has_later) and not any(has_earlier):
         gathered = start_gather(in_backward(call.zeros(call.maps_shape)), context)
-        dq, dk, dv, db, dg, *sums = _op_bwd(**given)
+        dq, dk, dv, db, dg, *sums = _op_bwd(**arguments)
         wait(gathered, context)
         return dq, dk, dv, dg, db, *sums
 
-    mapped = [part.first for part in parts if part.before]
-    maps, workspace, dq, dk, dv, db, dg = _begin_backward(**given | {"map_sequences": mapped})
-    gathered = start_gather(in_backward(spread(maps, before)), context)
-    _replay_backward(**given | {"workspace": workspace})
-    if any(after):
+    mapped = [part.first for part in parts if part.parts_before]
+    maps, workspace, dq, dk, dv, db, dg = _begin_backward(**arguments | {"map_sequences": mapped})
+    gathered = start_gather(in_backward(spread(maps, has_earlier)), context)
+    _replay_backward(**arguments | {"workspace": workspace})
+    if any(has_later):
         gathered = wait(gathered, context)
         for part in parts:
-            if part.after:
-                gradient = call.fold(gathered[part.slot + 1 : part.slot + part.after + 1].flip(0), part.after)
+            if part.parts_after:
+                gradient = call.fold(
+                    gathered[part.slot + 1 : part.slot + part.parts_after + 1].flip(0), part.parts_after
+                )
                 dht = call.with_row(dht, part.last, gradient if dht is None else dht[part.last] + gradient)
-    given |= {"dht": dht, "workspace": workspace, "dq": dq, "dk": dk, "dv": dv, "db": db, "dg": dg}
-    dh0, dA_log, ddt_bias = _finish_backward(**given)
-    if not any(after):
+    arguments |= {"dht": dht, "workspace": workspace, "dq": dq, "dk": dk, "dv": dv, "db": db, "dg": dg}
+    dh0, dA_log, ddt_bias = _finish_backward(**arguments)
+    if not any(has_later):
         wait(gathered, context)
     return dq, dk, dv, dg, db, None if initial_state is None else call.with_zeros(dh0), dA_log, ddt_bias
 
@@ -164,9 +166,9 @@ class _Gradients(torch.autograd.Function):
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, context, options, *tensors):
-        tokens, of_heads = tensors[:5], dict(zip(_TENSORS, tensors[5:], strict=True))
-        o, final_state, workspace, states = _forward(context, True, tokens, options | of_heads)
-        ctx.save_for_backward(*tokens, states, of_heads["A_log"], of_heads["dt_bias"])
+        tokens, tensor_options = tensors[:5], dict(zip(_TENSORS, tensors[5:], strict=True))
+        o, final_state, workspace, states = _forward(context, True, tokens, options | tensor_options)
+        ctx.save_for_backward(*tokens, states, tensor_options["A_log"], tensor_options["dt_bias"])
         ctx.context, ctx.options = context, options
         ctx.set_materialize_grads(False)
         if not options["output_final_state"]:
@@ -178,13 +180,13 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx, do, dht, _):
         backward = functools.partial(_backward, ctx.context, ctx.options)
         arguments = (*ctx.saved_tensors, do, dht)
-        again = torch.is_grad_enabled()  # create_graph
-        gradients = _Gradients.apply(backward, *arguments) if again else autograd.call(backward, *arguments)
+        create_graph = torch.is_grad_enabled()
+        gradients = _Gradients.apply(backward, *arguments) if create_graph else autograd.call(backward, *arguments)
         needed = zip(gradients, ctx.needs_input_grad[2:], strict=True)
         return None, None, *(dx if is_needed else None for dx, is_needed in needed)
 
 
-def _checked(context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+def _prepare_inputs(context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
     """Our context, and q, k and v as torch.autocast casts them, because begin and finish have no autocast."""
     context = as_ours(context)
     for name, x in (("q", q), ("v", v)):
@@ -211,10 +213,10 @@ def chunk_gated_delta_rule(context, q, k, v, g, beta, *options) -> tuple[torch.T
         o, final_state: as the op.
     """
     options = dict(zip(_OPTIONS, options, strict=True))
-    context, q, k, v = _checked(context, q, k, v)
+    context, q, k, v = _prepare_inputs(context, q, k, v)
     options["cu_seqlens"] = context.cu_seqlens
     tokens, tensors = (q, k, v, g, beta), [options[name] for name in _TENSORS]
-    if context._world_size == 1 and not any(part.before for part in context._parts):
+    if context._world_size == 1 and not any(part.parts_before for part in context._parts):
         return ops.chunk_gated_delta_rule(*tokens, **options)
     refuse_transforms("chunk_gated_delta_rule with cp_context")
     state_dtype = options["state_dtype"]
@@ -222,8 +224,8 @@ def chunk_gated_delta_rule(context, q, k, v, g, beta, *options) -> tuple[torch.T
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, *tensors))):
         with torch.no_grad():
             return _forward(context, False, tokens, options)[:2]
-    others = {name: x for name, x in options.items() if name not in _TENSORS} | {"state_dtype": None}
-    o, final_state, _ = _Differentiable.apply(context, others, *tokens, *tensors)
+    plain_options = {name: x for name, x in options.items() if name not in _TENSORS} | {"state_dtype": None}
+    o, final_state, _ = _Differentiable.apply(context, plain_options, *tokens, *tensors)
     return o, final_state if state_dtype is None else final_state.to(state_dtype)
 
 
@@ -242,20 +244,20 @@ def chunk_gated_delta_rule_fwd(context, q, k, v, g, beta, *options) -> tuple[tor
         states: the initial states that it ran from; None if all are zero.
     """
     options = dict(zip(_LOW_LEVEL_OPTIONS, options, strict=True))
-    context, q, k, v = _checked(context, q, k, v)
+    context, q, k, v = _prepare_inputs(context, q, k, v)
     refuse_transforms("chunk_gated_delta_rule_fwd with cp_context")
     call = _Call(context, q, v, options["state_v_first"])
-    after = [bool(part.after) for part in context._parts]
+    has_later = [bool(part.parts_after) for part in context._parts]
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    given = options | {"q": q, "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": context.cu_seqlens}
-    given["initial_state"] = call.with_zeros(options["initial_state"])
+    arguments = options | {"q": q, "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": context.cu_seqlens}
+    arguments["initial_state"] = call.with_zeros(options["initial_state"])
     maps = call.zeros(call.maps_shape)
-    if any(after):
-        mapped = [part.last for part in context._parts if part.after]
-        maps = spread(_begin_forward(**given | {"map_sequences": mapped})[0], after)
+    if any(has_later):
+        mapped = [part.last for part in context._parts if part.parts_after]
+        maps = spread(_begin_forward(**arguments | {"map_sequences": mapped})[0], has_later)
     gathered = wait(start_gather(maps, context), context)
-    given["initial_state"] = call.with_states_before(given["initial_state"], gathered)
-    return *_op_fwd(**given), given["initial_state"]
+    arguments["initial_state"] = call.with_states_before(arguments["initial_state"], gathered)
+    return *_op_fwd(**arguments), arguments["initial_state"]
 
 
 @torch.no_grad()
@@ -270,11 +272,13 @@ def chunk_gated_delta_rule_bwd(context, cp_cache, *args) -> tuple[torch.Tensor |
     Returns:
         As the op.
     """
-    given = dict(zip(_BACKWARD_ARGUMENTS, args, strict=True))
-    context, given["q"], given["k"], given["v"] = _checked(context, given["q"], given["k"], given["v"])
+    arguments = dict(zip(_BACKWARD_ARGUMENTS, args, strict=True))
+    context, arguments["q"], arguments["k"], arguments["v"] = _prepare_inputs(
+        context, arguments["q"], arguments["k"], arguments["v"]
+    )
     refuse_transforms("chunk_gated_delta_rule_bwd with cp_context")
-    given["cu_seqlens"] = context.cu_seqlens
-    tensors = given | cp_cache._asdict()
-    options = {name: x for name, x in given.items() if name in _OPTIONS and name not in _TENSORS}
+    arguments["cu_seqlens"] = context.cu_seqlens
+    tensors = arguments | cp_cache._asdict()
+    options = {name: x for name, x in arguments.items() if name in _OPTIONS and name not in _TENSORS}
     dq, dk, dv, dg, db, dh0, dA_log, ddt_bias = _backward(context, options, *(tensors[x] for x in _BACKWARD_TENSORS))
-    return dq, dk, dv, db, dg, None if given["initial_state"] is None else dh0, dA_log, ddt_bias
+    return dq, dk, dv, db, dg, None if arguments["initial_state"] is None else dh0, dA_log, ddt_bias

@@ -111,9 +111,9 @@ def build_cp_context(
         if cu_seqlens is not None:
             cp.check_offsets("cu_seqlens", cu_seqlens)
         return FlashQLACPContext(is_intra=enable_intra, cu_seqlens=cu_seqlens)
-    ranks = cp.build_cp_context(cu_seqlens, group, conv1d_kernel_size, cu_seqlens_cpu)
+    context = cp.build_cp_context(cu_seqlens, group, conv1d_kernel_size, cu_seqlens_cpu)
     fields = {x.name for x in dataclasses.fields(FlashQLACPContext)} - {"is_inter", "is_intra"}
-    return FlashQLACPContext(True, enable_intra, **{name: getattr(ranks, name) for name in fields})
+    return FlashQLACPContext(True, enable_intra, **{name: getattr(context, name) for name in fields})
 
 
 def ranks_of(cp_context, cu_seqlens, auto_cp):
@@ -132,7 +132,7 @@ def check_cache(cp_cache: object, cp_context: object) -> None:
     """Refuse a cp_cache that is not the last result of the forward call.
 
     Raises:
-        TypeError: cp_cache is missing with a context of ranks, or given without.
+        TypeError: cp_cache is missing with a context of ranks, or present without one.
     """
     if isinstance(cp_cache, CPCache) if cp_context is not None else cp_cache is None:
         return

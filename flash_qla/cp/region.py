@@ -33,8 +33,8 @@ def gated_delta_net(
         mixed, conv_weight, conv_bias, initial_state=windows, output_final_state=output_final_state,
         cu_seqlens=offsets,
     )  # fmt: skip
-    keys, (H_v, V) = num_k_heads * head_k_dim, z.shape[2:]
-    q, k, v = x.split([keys, keys, H_v * V], -1)
+    key_channels, (H_v, V) = num_k_heads * head_k_dim, z.shape[2:]
+    q, k, v = x.split([key_channels, key_channels, H_v * V], -1)
     q, k = (y.unflatten(-1, (num_k_heads, head_k_dim)) for y in (q, k))
     o, final_state = chunk_gated_delta_rule(
         q, k, v.unflatten(-1, (H_v, V)), a, b, cp_context=cp_context, output_final_state=output_final_state,

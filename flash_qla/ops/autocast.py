@@ -9,7 +9,7 @@ import torch
 from flash_qla.ops import schemas
 
 
-def _register_autocast(op, device_type, dispatch_key, cast_arguments, dtype_of=None):
+def _register_autocast(op, device_type, dispatch_key, num_cast, dtype_index=None):
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
 
     def cast(x, dtype):
@@ -18,15 +18,15 @@ def _register_autocast(op, device_type, dispatch_key, cast_arguments, dtype_of=N
 
     @torch.library.impl(op._schema.name, dispatch_key)
     def _(*args):
-        like = None if dtype_of is None else args[dtype_of]
-        if dtype_of is None or like is not None:
-            dtype = torch.get_autocast_dtype(device_type) if like is None else like.dtype
-            args = (*(cast(x, dtype) for x in args[:cast_arguments]), *args[cast_arguments:])
+        reference = None if dtype_index is None else args[dtype_index]
+        if dtype_index is None or reference is not None:
+            dtype = torch.get_autocast_dtype(device_type) if reference is None else reference.dtype
+            args = (*(cast(x, dtype) for x in args[:num_cast]), *args[num_cast:])
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             return op(*args)
 
 
-_DTYPE_OF_BACKWARD = schemas.BackwardCall._fields.index("A")
+_BACKWARD_DTYPE_INDEX = schemas.BackwardCall._fields.index("A")
 for _device_type, _dispatch_key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")):
     for _op in (
         *(schemas.forward, schemas.forward_low_level),
@@ -37,4 +37,4 @@ for _device_type, _dispatch_key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastC
         _register_autocast(_op, _device_type, _dispatch_key, 1)
     for _op in (schemas.region, schemas.region_prefill, schemas.region_decode):
         _register_autocast(_op, _device_type, _dispatch_key, 2)
-    _register_autocast(schemas.backward, _device_type, _dispatch_key, 3, dtype_of=_DTYPE_OF_BACKWARD)
+    _register_autocast(schemas.backward, _device_type, _dispatch_key, 3, dtype_index=_BACKWARD_DTYPE_INDEX)

@@ -18,9 +18,9 @@ from flash_qla.ops import schemas
 _library = torch.library.Library("flash_qla", "FRAGMENT")  # the registrations live as long as this object
 
 
-def _items(*places):
-    """operator.itemgetter, whose result is a tuple for one place too."""
-    return operator.itemgetter(*places) if len(places) > 1 else lambda items: tuple(items[i] for i in places)
+def _items(*indices):
+    """operator.itemgetter, whose result is a tuple for one index too."""
+    return operator.itemgetter(*indices) if len(indices) > 1 else lambda items: tuple(items[i] for i in indices)
 
 
 class _Formula:
@@ -28,11 +28,11 @@ class _Formula:
 
     forward            the forward's name, for messages
     tensors, options   names of the arguments that it shares with the forward; autograd keeps the tensors
-    kept               names of the forward's results that it takes; autograd keeps these too
+    saved_results      names of the forward's results that it takes; autograd keeps these too
     differentiated     names of those that have gradients, in the order of the results
     results            the forward's results that have gradients, and the names of these; a call may have only the
                        first one
-    arguments_of       its arguments, from (*tensors, *kept, *options, *gradients of `results`, None)
+    arguments_of       its arguments, from (*tensors, *saved_results, *options, *gradients of `results`, None)
     """
 
     def __init__(self, op, forward, differentiated, results):
@@ -43,15 +43,15 @@ class _Formula:
         shared = [x for x in forward._schema.arguments if x.name in names]
         self.tensors = [x.name for x in shared if "Tensor" in str(x.type)]
         self.options = [x.name for x in shared if x.name not in self.tensors]
-        self.kept = [x.name for x in forward._schema.returns if x.name in names]
-        given = (*self.tensors, *self.kept, *self.options, *results.values())
-        self.arguments_of = operator.itemgetter(*(given.index(x) if x in given else len(given) for x in names))
+        self.saved_results = [x.name for x in forward._schema.returns if x.name in names]
+        inputs = (*self.tensors, *self.saved_results, *self.options, *results.values())
+        self.arguments_of = operator.itemgetter(*(inputs.index(x) if x in inputs else len(inputs) for x in names))
 
 
-_OTHERS = ("beta", "g", "initial_state", "A_log", "dt_bias")
+_GATES_AND_STATE = ("beta", "g", "initial_state", "A_log", "dt_bias")
 _RESULTS = {"o": "do", "final_state": "dht"}
-_BACKWARD = _Formula(schemas.backward, schemas.forward, ("q", "k", "v", *_OTHERS), _RESULTS)
-_BACKWARD_PACKED = _Formula(schemas.backward_packed, schemas.forward_packed, ("mixed_qkv", *_OTHERS), _RESULTS)
+_BACKWARD = _Formula(schemas.backward, schemas.forward, ("q", "k", "v", *_GATES_AND_STATE), _RESULTS)
+_BACKWARD_PACKED = _Formula(schemas.backward_packed, schemas.forward_packed, ("mixed_qkv", *_GATES_AND_STATE), _RESULTS)
 _BACKWARD_NORM = _Formula(schemas.norm_backward, schemas.norm, ("o", "z", "weight"), {"y": "dy"})
 _BACKWARD_CONVOLUTION = _Formula(
     schemas.convolution_backward,
@@ -134,8 +134,9 @@ def _register_derivative(op, formula):
         _items(*map(names.index, x)) for x in (formula.tensors, formula.options, formula.differentiated)
     )
     output_final_state = names.index("output_final_state") if "output_final_state" in names else None
-    places, kept = (
-        [i for i, x in enumerate(op._schema.returns) if x.name in found] for found in (formula.results, formula.kept)
+    differentiable, saved = (
+        [i for i, x in enumerate(op._schema.returns) if x.name in results]
+        for results in (formula.results, formula.saved_results)
     )
     is_tuple = len(op._schema.returns) > 1
 
@@ -147,11 +148,11 @@ def _register_derivative(op, formula):
             results = redispatch(keyset, *args)
         args += defaults[len(args) :]  # the dispatcher leaves out trailing arguments that have their defaults
         results = list(results) if is_tuple else [results]
-        given = places if output_final_state is None or args[output_final_state] else places[:1]
-        tensors = (*tensors_of(args), *(results[i] for i in kept))
-        given_results = tuple(results[i] for i in given)
-        outputs = _apply(_Derivable, formula, given_results, tensors, options_of(args), *differentiated_of(args))
-        for i, output in zip(given, outputs, strict=True):
+        indices = differentiable if output_final_state is None or args[output_final_state] else differentiable[:1]
+        tensors = (*tensors_of(args), *(results[i] for i in saved))
+        detached = tuple(results[i] for i in indices)
+        outputs = _apply(_Derivable, formula, detached, tensors, options_of(args), *differentiated_of(args))
+        for i, output in zip(indices, outputs, strict=True):
             results[i] = output
         return tuple(results) if is_tuple else results[0]
 
@@ -202,8 +203,8 @@ class _Underivable(_Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        again = " (double backward)" if ctx.op._opname.endswith("_bwd") else ""
-        raise NotImplementedError(f"derivative for flash_qla::{ctx.op._opname} is not implemented{again}")
+        suffix = " (double backward)" if ctx.op._opname.endswith("_bwd") else ""
+        raise NotImplementedError(f"derivative for flash_qla::{ctx.op._opname} is not implemented{suffix}")
 
 
 class _Written(_Underivable):
@@ -217,10 +218,10 @@ class _Written(_Underivable):
 
 
 def _written_by(op):
-    """A function of the op's arguments that returns those that the op writes and that are given."""
+    """A function of the op's arguments that returns the tensors that the op writes."""
     arguments = op._schema.arguments
-    places = [i for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write]
-    return lambda args: [args[i] for i in places if i < len(args) and args[i] is not None]
+    indices = [i for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write]
+    return lambda args: [args[i] for i in indices if i < len(args) and args[i] is not None]
 
 
 def _check_history(op, written):

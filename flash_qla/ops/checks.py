@@ -29,28 +29,28 @@ def explain(function: Callable, arguments: dict[str, object]) -> None:
     for name, expected in typing.get_type_hints(function).items():
         if name not in arguments:
             continue
-        x, types, where = arguments[name], (expected, *typing.get_args(expected)), f"{function.__name__}: {name}"
+        x, types, subject = arguments[name], (expected, *typing.get_args(expected)), f"{function.__name__}: {name}"
         if isinstance(x, torch.Tensor) and x.is_nested:
             packed = f"the packed tokens, such as {name}.values()[None], and cu_seqlens, such as {name}.offsets()"
-            instead = packed if "cu_seqlens" in arguments else "a tensor of all sequences"
-            raise TypeError(f"{where} is a NestedTensor; pass {instead}") from None
+            advice = packed if "cu_seqlens" in arguments else "a tensor of all sequences"
+            raise TypeError(f"{subject} is a NestedTensor; pass {advice}") from None
         if torch.Tensor in types and not isinstance(x, expected):
-            came = "None" if x is None else f"of type {type(x).__name__}"
+            got = "None" if x is None else f"of type {type(x).__name__}"
             raise TypeError(
-                f"{where} is {came}; pass a tensor on the device of the others, because the kernels read it there, and "
-                "the host never does"
+                f"{subject} is {got}; pass a tensor on the device of the others, because the kernels read it there, "
+                "and the host never does"
             ) from None
         if torch.dtype in types:
             check_state_dtype(function.__name__, x)
             if not isinstance(x, expected):
-                raise TypeError(f"{where} is {x!r}, expected a torch.dtype, such as torch.float16") from None
+                raise TypeError(f"{subject} is {x!r}, expected a torch.dtype, such as torch.float16") from None
 
 
 def unexpected_keyword(function: Callable, name: str, others: Iterable[str] = ()) -> TypeError:
     """Python's error, with the name of a parameter or of others that are taken, if it is nearly the same."""
-    near = difflib.get_close_matches(name, [*inspect.signature(function).parameters, *others], 1)
-    instead = f". Did you mean {near[0]!r}?" if near else ""
-    return TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{instead}")
+    matches = difflib.get_close_matches(name, [*inspect.signature(function).parameters, *others], 1)
+    question = f". Did you mean {matches[0]!r}?" if matches else ""
+    return TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{question}")
 
 
 def longest_sequence(cu_seqlens_cpu: object) -> int | None:
@@ -75,7 +75,7 @@ IGNORED = {
     "head_first": (False,),
     "transpose_state_layout": (False,),
 }
-_INSTEAD = {"transpose_state_layout": "; state_v_first=True is the same"}
+_HINTS = {"transpose_state_layout": "; state_v_first=True is the same"}
 
 
 def check_ignored(function: Callable, keywords: dict[str, object]) -> None:
@@ -90,8 +90,8 @@ def check_ignored(function: Callable, keywords: dict[str, object]) -> None:
         accepted = IGNORED[name]
         if value is None or accepted is None or any(value is x or (value == x) is True for x in accepted):
             continue
-        came = repr(value) if isinstance(value, (bool, int, float, str)) else f"of type {type(value).__name__}"
-        raise TypeError(f"{function.__name__}: {name} is {came}, expected {accepted[0]}{_INSTEAD.get(name, '')}")
+        got = repr(value) if isinstance(value, (bool, int, float, str)) else f"of type {type(value).__name__}"
+        raise TypeError(f"{function.__name__}: {name} is {got}, expected {accepted[0]}{_HINTS.get(name, '')}")
 
 
 def check_state_dtype(function: str, state_dtype: torch.dtype | None) -> None:

@@ -17,8 +17,8 @@ from flash_qla.ops.fakes import (
 
 def _check_dtype_like_x(call, name):
     if getattr(call, name) is not None:
-        of_x = str(call.x.dtype).removeprefix("torch.")
-        _check_dtype(call, name, (call.x.dtype, torch.float32), f"{of_x}, the dtype of x, or float32")
+        dtype = str(call.x.dtype).removeprefix("torch.")
+        _check_dtype(call, name, (call.x.dtype, torch.float32), f"{dtype}, the dtype of x, or float32")
 
 
 def _check_inputs(call):

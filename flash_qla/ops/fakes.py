@@ -50,23 +50,23 @@ def _check_rank(call, name, rank, symbols):
     )
 
 
-def _check_shape(call, name, expected, symbols, of_tokens=False):
+def _check_shape(call, name, expected, symbols, explain_layout=False):
     tensor = getattr(call, name)
 
-    def text():
-        found = f"{name} has shape {list(tensor.shape)}, expected {list(expected)} ({symbols})"
-        if of_tokens:
-            found += f", because q has shape {list(call.q.shape)}: tensors are [B, T, H, D], tokens before heads"
-        return found
+    def describe():
+        message = f"{name} has shape {list(tensor.shape)}, expected {list(expected)} ({symbols})"
+        if explain_layout:
+            message += f", because q has shape {list(call.q.shape)}: tensors are [B, T, H, D], tokens before heads"
+        return message
 
-    _check(call, tensor.dim() == len(expected), text)
+    _check(call, tensor.dim() == len(expected), describe)
     for size, expected_size in zip(tensor.shape, expected, strict=True):
-        _check(call, size == expected_size, text)
+        _check(call, size == expected_size, describe)
 
 
-def _check_device(call, name, of="q"):
-    device, expected = getattr(call, name).device, getattr(call, of).device
-    _check(call, device == expected, lambda: f"{name} is on {device}, expected {expected}, the device of {of}")
+def _check_device(call, name, reference="q"):
+    device, expected = getattr(call, name).device, getattr(call, reference).device
+    _check(call, device == expected, lambda: f"{name} is on {device}, expected {expected}, the device of {reference}")
 
 
 def _check_tokens(call, *gates):
@@ -97,11 +97,11 @@ def _check_tokens(call, *gates):
         H_v >= 1 and H_v % H_k == 0,
         lambda: f"v has {H_v} heads, expected a positive multiple of the {H_k} heads of q and k",
     )
-    _check_shape(call, "k", (B, T, H_k, K), "[B, T, H_k, K]", of_tokens=True)
-    _check_shape(call, "v", (B, T, H_v, V), "[B, T, H_v, V]", of_tokens=True)
+    _check_shape(call, "k", (B, T, H_k, K), "[B, T, H_k, K]", explain_layout=True)
+    _check_shape(call, "v", (B, T, H_v, V), "[B, T, H_v, V]", explain_layout=True)
     for name in gates:
         _check_floating(call, name)
-        _check_shape(call, name, (B, T, H_v), "[B, T, H_v]", of_tokens=True)
+        _check_shape(call, name, (B, T, H_v), "[B, T, H_v]", explain_layout=True)
     max_seqlen = getattr(call, "max_seqlen", None)
     if max_seqlen is not None:
         _check(call, max_seqlen >= 0, lambda: f"max_seqlen is {max_seqlen}, expected at least 0")
@@ -143,11 +143,11 @@ def _without_gate(name):
 
 
 def _check_with_gate(call, name, expected):
-    """Checks that the argument is given if and only if use_gate_in_kernel is."""
-    given = getattr(call, name) is not None
-    _check(call, call.use_gate_in_kernel or not given, lambda: _without_gate(name))
+    """Checks that the argument is a tensor if and only if use_gate_in_kernel is True."""
+    is_tensor = getattr(call, name) is not None
+    _check(call, call.use_gate_in_kernel or not is_tensor, lambda: _without_gate(name))
     missing = f"{name} is None, expected {expected} with use_gate_in_kernel"
-    _check(call, given or not call.use_gate_in_kernel, lambda: missing)
+    _check(call, is_tensor or not call.use_gate_in_kernel, lambda: missing)
 
 
 def _check_activations(call, H_v):
@@ -197,7 +197,7 @@ def _fake_forward(call):
     return o, final_state
 
 
-def _parts(x, H_k, K, H_v):
+def _split_qkv(x, H_k, K, H_v):
     """q, k and v of a tensor [B, T, 2 H_k K + H_v V], as split_tokens of csrc/tokens.cpp."""
     q, k, v = x.split([H_k * K, H_k * K, x.shape[-1] - 2 * H_k * K], -1)
     return q.unflatten(-1, (H_k, K)), k.unflatten(-1, (H_k, K)), v.unflatten(-1, (H_v, -1))
@@ -221,23 +221,23 @@ def _split_tokens(call):
             f"{K} and the H_v = {H_v} heads of g"
         ),
     )
-    return _parts(x, H_k, K, H_v)
+    return _split_qkv(x, H_k, K, H_v)
 
 
-def _without_packing(call):
+def _unpacked_arguments(call):
     """The arguments of a packed call that the call on q, k and v has too."""
     return {name: x for name, x in call._asdict().items() if name not in ("mixed_qkv", "num_k_heads", "head_k_dim")}
 
 
 @_fake_of(schemas.forward_packed)
 def _fake_forward_packed(call):
-    return _fake_forward(schemas.ForwardCall(*_split_tokens(call), **_without_packing(call)))
+    return _fake_forward(schemas.ForwardCall(*_split_tokens(call), **_unpacked_arguments(call)))
 
 
 @_fake_of(schemas.backward_packed)
 def _fake_backward_packed(call):
-    of_parts = _without_packing(call) | {"g": None, "A": None, "g_raw": call.g}
-    _, _, _, *others = _fake_backward(schemas.BackwardCall(*_split_tokens(call), **of_parts))
+    arguments = _unpacked_arguments(call) | {"g": None, "A": None, "g_raw": call.g}
+    _, _, _, *others = _fake_backward(schemas.BackwardCall(*_split_tokens(call), **arguments))
     return call.mixed_qkv.new_empty(call.mixed_qkv.shape), *others
 
 
@@ -255,11 +255,11 @@ def _check_backward_inputs(call, *states):
     )
     checked = _check_inputs(call, *states, g="g_raw" if call.g is None else "g")
     if call.g is not None:
-        with_g = "with g and without use_gate_in_kernel"
-        given = call.g_raw is not None
-        _check(call, call.use_gate_in_kernel or not given, lambda: f"g_raw is a tensor, expected None {with_g}")
+        condition = "with g and without use_gate_in_kernel"
+        has_g_raw = call.g_raw is not None
+        _check(call, call.use_gate_in_kernel or not has_g_raw, lambda: f"g_raw is a tensor, expected None {condition}")
         missing = "g_raw is None, expected the g of the forward, a tensor [B, T, H_v], with use_gate_in_kernel"
-        _check(call, given or not call.use_gate_in_kernel, lambda: missing)
+        _check(call, has_g_raw or not call.use_gate_in_kernel, lambda: missing)
     if call.g_raw is not None:
         _check_floating(call, "g_raw")
         _check_shape(call, "g_raw", call.beta.shape, "[B, T, H_v]")
@@ -309,7 +309,7 @@ def _check_head_dim(call, name, symbol, dim, most):
     )
 
 
-def _fake_begun(call, N, compute_dtype, workspace_bytes, **of_pass):
+def _fake_maps_and_workspace(call, N, compute_dtype, workspace_bytes, **pass_fields):
     """Maps and workspace of csrc/ranks.h. The GPU's dispatch returns how much workspace its kernels take."""
     q, (B, T, H_v, V) = call.q, call.v.shape
     H_k, K = q.shape[2:]
@@ -323,7 +323,7 @@ def _fake_begun(call, N, compute_dtype, workspace_bytes, **of_pass):
         device = torch.cuda.current_device() if q.device.index is None else q.device.index
         card = _binary.card(device)
         _check(call, bool(card), lambda: f"q is on {q.device}, expected a GPU of this machine")
-        shape = {"B": B, "T": T, "N": N, "H_k": H_k, "H_v": H_v, "K": K, "V": V, **card, **of_pass}
+        shape = {"B": B, "T": T, "N": N, "H_k": H_k, "H_v": H_v, "K": K, "V": V, **card, **pass_fields}
         flags = {"varlen": call.cu_seqlens is not None, "auto_cp": call.auto_cp}
         size = workspace_bytes(**shape, **flags, use_qk_l2norm=call.use_qk_l2norm_in_kernel)
     return maps, q.new_empty((size,), dtype=torch.uint8)
@@ -333,7 +333,7 @@ def _fake_begun(call, N, compute_dtype, workspace_bytes, **of_pass):
 def _fake_forward_begin(call):
     state_shape, dtype = _check_inputs(call, "initial_state")
     return (
-        *_fake_begun(call, state_shape[0], dtype, _binary.forward_workspace_bytes),
+        *_fake_maps_and_workspace(call, state_shape[0], dtype, _binary.forward_workspace_bytes),
         call.q.new_empty(call.v.shape),
     )
 
@@ -349,8 +349,10 @@ def _fake_forward_finish(call):
 def _fake_backward_begin(call):
     state_shape, dtype = _check_backward_inputs(call, "dht")
     activations = call.use_gate_in_kernel or call.use_beta_sigmoid_in_kernel
-    begun = _fake_begun(call, state_shape[0], dtype, _binary.backward_workspace_bytes, activations=activations)
-    return *begun, *_fake_gradients(call, dtype)
+    maps_and_workspace = _fake_maps_and_workspace(
+        call, state_shape[0], dtype, _binary.backward_workspace_bytes, activations=activations
+    )
+    return *maps_and_workspace, *_fake_gradients(call, dtype)
 
 
 @_fake_of(schemas.backward_replay)
@@ -411,12 +413,13 @@ def _check_tables(call, N):
         _check_shape(call, "has_initial_state", (N,), "[N]")
     every = call.checkpoint_every
     _check(call, every >= 0, lambda: f"checkpoint_every is {every}, expected at least 0")
-    given = (call.checkpoint_indices is not None) + (call.checkpoints is not None)
+    destinations = (call.checkpoint_indices is not None) + (call.checkpoints is not None)
     _check(
         call,
-        given == (every > 0),
+        destinations == (every > 0),
         lambda: (
-            f"checkpoint_every is {every} with {given} of checkpoint_indices and checkpoints, expected one of them"
+            f"checkpoint_every is {every} with {destinations} of checkpoint_indices and checkpoints, expected one of "
+            "them"
             if every
             else "checkpoint_indices or checkpoints is a tensor, expected None without checkpoint_every"
         ),
@@ -457,7 +460,7 @@ def _check_decode_tokens(call):
     return N
 
 
-def _check_a_state_each(call, N):
+def _check_state_per_sequence(call, N):
     _check(
         call,
         call.state_pool.shape[0] == N,
@@ -489,7 +492,7 @@ def _fake_decode(call):
     tables |= {"write_indices": "[N, S]", "intermediate_indices": "[N]", "parents": "[N, S]"}
     _check_pool(call, N, states, tables, call.state_v_first)
     if call.state_indices is None:
-        _check_a_state_each(call, N)
+        _check_state_per_sequence(call, N)
         _check(
             call,
             call.write_indices is None,
@@ -542,7 +545,7 @@ def _fake_decode_packed(call):
     keys = x.shape[-1] - H_v * V
     _check(call, keys > 0 and keys % (2 * K) == 0, lambda: "mixed_qkv is expected to have 2 H_k K + H_v V channels")
     fields = {name: y for name, y in call._asdict().items() if name != "mixed_qkv"} | {"a": a, "b": b}
-    return _fake_decode(schemas.DecodeCall(*_parts(x, keys // (2 * K), K, H_v), **fields))
+    return _fake_decode(schemas.DecodeCall(*_split_qkv(x, keys // (2 * K), K, H_v), **fields))
 
 
 @_fake_of(schemas.decode_buffered)
@@ -555,7 +558,7 @@ def _fake_decode_buffered(call):
     _check_pool(call, N, {"state_pool": "[slots, H_v, V, K]"}, tables, float8=False)
     _check_rank(call, "d_cache", 4, "[slots, H_v, L, V]")
     if call.state_indices is None:
-        _check_a_state_each(call, N)
+        _check_state_per_sequence(call, N)
     slots, L = call.state_pool.shape[0], call.d_cache.shape[2]
     _check(
         call,

@@ -49,7 +49,7 @@ def decode_flop(K: int, V: int) -> int:
     return 2 * 3 * K * V
 
 
-def _of_tokens(op, flop):
+def _rule_formula(op, flop):
     """The count of an op with q [B, T, H_k, K] and v [B, T, H_v, V]."""
     call_type = schemas.call_of(op)
 
@@ -61,7 +61,7 @@ def _of_tokens(op, flop):
     return count
 
 
-def _of_packed(op, flop):
+def _packed_formula(op, flop):
     """The same for mixed_qkv [B, T, 2 H_k K + H_v V]."""
     call_type = schemas.call_of(op)
 
@@ -74,7 +74,7 @@ def _of_packed(op, flop):
     return count
 
 
-def _of_convolution(op, per_tap):
+def _convolution_formula(op, per_tap):
     """The op's count of FLOP, as PyTorch's of a convolution: per_tap of each channel and token."""
     call_type = schemas.call_of(op)
 
@@ -85,7 +85,7 @@ def _of_convolution(op, per_tap):
     return count
 
 
-def _of_region(op, flop, per_tap):
+def _region_formula(op, flop, per_tap):
     """The op's count of FLOP: the delta rule's and the convolution's."""
     call_type = schemas.call_of(op)
 
@@ -97,20 +97,20 @@ def _of_region(op, flop, per_tap):
     return count
 
 
-def _of_packed_decoding(*args, out_shape=None, **kwargs):
+def _decode_packed_formula(*args, out_shape=None, **kwargs):
     call = schemas.DecodePackedCall(*args, **kwargs)
     _, H_v, *state = call.state_pool  # [V, K] or [K, V]
     return math.prod(call.mixed_qkv[:-1]) * H_v * decode_flop(*state)
 
 
-def _of_decoding_region(*args, out_shape=None, **kwargs):
+def _decode_region_formula(*args, out_shape=None, **kwargs):
     call = schemas.call_of(schemas.region_decode)(*args, **kwargs)
     V, K = call.state_pool[2:]
     taps = 0 if call.conv_weight is None else call.conv_weight[-1]
     return math.prod(call.z) // V * decode_flop(K, V) + math.prod(call.mixed) * taps * 2
 
 
-def _nothing(*args, out_shape=None, **kwargs):
+def _zero_formula(*args, out_shape=None, **kwargs):
     return 0
 
 
@@ -125,22 +125,22 @@ def _register(flop_counter):
         (schemas.decode, decode_flop),
         (schemas.decode_buffered, decode_flop),
     ):
-        flop_counter.register_flop_formula(op.overloadpacket)(_of_tokens(op, flop))
+        flop_counter.register_flop_formula(op.overloadpacket)(_rule_formula(op, flop))
     for op, flop in ((schemas.forward_packed, forward_flop), (schemas.backward_packed, backward_flop)):
-        flop_counter.register_flop_formula(op.overloadpacket)(_of_packed(op, flop))
-    flop_counter.register_flop_formula(schemas.decode_packed.overloadpacket)(_of_packed_decoding)
+        flop_counter.register_flop_formula(op.overloadpacket)(_packed_formula(op, flop))
+    flop_counter.register_flop_formula(schemas.decode_packed.overloadpacket)(_decode_packed_formula)
     for op, per_tap in ((schemas.convolution, 2), (schemas.convolution_prefill, 2), (schemas.convolution_backward, 4)):
-        flop_counter.register_flop_formula(op.overloadpacket)(_of_convolution(op, per_tap))
+        flop_counter.register_flop_formula(op.overloadpacket)(_convolution_formula(op, per_tap))
     for op, flop, per_tap in (
         (schemas.region, forward_flop, 2),
         (schemas.region_prefill, forward_flop, 2),
         (schemas.region_backward, backward_flop, 4),
     ):
-        flop_counter.register_flop_formula(op.overloadpacket)(_of_region(op, flop, per_tap))
-    flop_counter.register_flop_formula(schemas.region_decode.overloadpacket)(_of_decoding_region)
+        flop_counter.register_flop_formula(op.overloadpacket)(_region_formula(op, flop, per_tap))
+    flop_counter.register_flop_formula(schemas.region_decode.overloadpacket)(_decode_region_formula)
     without_products = (schemas.norm, schemas.norm_backward)
     for op in (schemas.forward_begin, schemas.backward_begin, schemas.backward_replay, *without_products):
-        flop_counter.register_flop_formula(op.overloadpacket)(_nothing)
+        flop_counter.register_flop_formula(op.overloadpacket)(_zero_formula)
 
 
 when_imported("torch.utils.flop_counter", _register, "flash_qla's ops have no FLOP counts")

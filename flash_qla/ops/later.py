@@ -7,18 +7,18 @@ import warnings
 from collections.abc import Callable
 from types import ModuleType
 
-_waiting: dict[str, list[tuple[Callable[[ModuleType], None], str]]] = {}
+_callbacks: dict[str, list[tuple[Callable[[ModuleType], None], str]]] = {}
 
 
-def when_imported(name: str, function: Callable[[ModuleType], None], otherwise: str) -> None:
+def when_imported(name: str, function: Callable[[ModuleType], None], warning: str) -> None:
     """Call function(module) as soon as the module has been imported, which may be now.
 
     An error in the function becomes a warning, because the import is another program's.
 
     Args:
-        otherwise: the beginning of the warning, "flash_qla ...": what does not work then.
+        warning: the beginning of the warning, "flash_qla ...": what does not work then.
     """
-    _waiting.setdefault(name, []).append((function, otherwise))
+    _callbacks.setdefault(name, []).append((function, warning))
     if sys.modules.get(name) is not None:
         _run(name)
     elif _FINDER not in sys.meta_path:
@@ -26,11 +26,11 @@ def when_imported(name: str, function: Callable[[ModuleType], None], otherwise: 
 
 
 def _run(name: str) -> None:
-    for function, otherwise in _waiting.pop(name, ()):
+    for function, warning in _callbacks.pop(name, ()):
         try:
             function(sys.modules[name])
         except Exception as error:
-            warnings.warn(f"{otherwise}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{warning}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -45,12 +45,12 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         # Another package's finder may ask the others too, this one among them. Only one thread searches at a time,
         # because Python holds its import lock around each finder.
-        if name not in _waiting or name in self._searches:
+        if name not in _callbacks or name in self._searches:
             return None
         self._searches.add(name)
         try:
-            others = (x for x in sys.meta_path if x is not self and hasattr(x, "find_spec"))
-            spec = next(filter(None, (x.find_spec(name, path, target) for x in others)), None)
+            finders = (x for x in sys.meta_path if x is not self and hasattr(x, "find_spec"))
+            spec = next(filter(None, (x.find_spec(name, path, target) for x in finders)), None)
         finally:
             self._searches.remove(name)
         if spec is not None and hasattr(spec.loader, "exec_module"):

@@ -22,7 +22,7 @@ from flash_qla.ops.fakes import (
     _fake_norm_backward,
     _fake_of,
     _fake_prefill,
-    _parts,
+    _split_qkv,
 )
 
 
@@ -51,7 +51,7 @@ def _check_region(call):
         _check_shape(call, name, (B, T, H_v), "[B, T, H_v]")
 
 
-_ON_REGION = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+_RULE_FLAGS = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 
 
 def _part_of_region(op, call, **arguments):
@@ -67,7 +67,7 @@ def _fake_region(call):
     windows = {"bias": call.conv_bias, "use_silu": True, "initial_state": call.initial_window}
     convolution = _part_of_region(schemas.convolution, call, x=call.mixed, weight=call.conv_weight, **windows)
     x, final_window = _fake_convolution(convolution)
-    rule = _part_of_region(schemas.forward_packed, call, mixed_qkv=x, g=call.a, beta=call.b, **_ON_REGION)
+    rule = _part_of_region(schemas.forward_packed, call, mixed_qkv=x, g=call.a, beta=call.b, **_RULE_FLAGS)
     o, final_state = _fake_forward_packed(rule)
     norm = {"weight": call.norm_weight, "eps": call.norm_eps, "activation": call.norm_activation}
     return _fake_norm(_part_of_region(schemas.norm, call, o=o, **norm)), final_state, final_window, o
@@ -79,18 +79,18 @@ def _fake_region_backward(call):
     norm = {"weight": call.norm_weight, "eps": call.norm_eps, "activation": call.norm_activation}
     do, dz, dnorm_weight = _fake_norm_backward(_part_of_region(schemas.norm_backward, call, **norm))
     rule = {"mixed_qkv": call.mixed, "g": call.a, "beta": call.b, "do": do}
-    dx, db, da, *sums = _fake_backward_packed(_part_of_region(schemas.backward_packed, call, **rule, **_ON_REGION))
+    dx, db, da, *sums = _fake_backward_packed(_part_of_region(schemas.backward_packed, call, **rule, **_RULE_FLAGS))
     windows = {"bias": call.conv_bias, "use_silu": True, "initial_state": call.initial_window, "dht": call.dwindow}
-    convolution = {"x": call.mixed, "weight": call.conv_weight, "dy": dx}
-    of_convolution = _part_of_region(schemas.convolution_backward, call, **convolution, **windows)
-    dmixed, dconv_weight, dconv_bias, dwindow0 = _fake_convolution_backward(of_convolution)
+    tokens = {"x": call.mixed, "weight": call.conv_weight, "dy": dx}
+    convolution = _part_of_region(schemas.convolution_backward, call, **tokens, **windows)
+    dmixed, dconv_weight, dconv_bias, dwindow0 = _fake_convolution_backward(convolution)
     dh0, dA_log, ddt_bias = sums
     return (dmixed, dz, da, db, dconv_weight, dconv_bias, dnorm_weight, dA_log, ddt_bias, dh0, dwindow0)
 
 
 def _check_windows_of_decoding(call, D):
     """As DecodeRegion::make_convolution of csrc/decode_region.cpp."""
-    weight, pool, kept = call.conv_weight, call.window_pool, call.intermediate_windows
+    weight, pool, snapshots = call.conv_weight, call.window_pool, call.intermediate_windows
     if weight is None:
         for name in ("conv_bias", "window_pool", "intermediate_windows"):
             _check(
@@ -109,13 +109,13 @@ def _check_windows_of_decoding(call, D):
             lambda: "parents is a tensor, expected None with num_accepted_tokens: accepted drafts are a chain",
         )
         W = weight.shape[-1] if weight.dim() > 1 else 0
-        least = W - 2 + (indices.shape[1] if indices.dim() == 2 else 1)
+        min_columns = W - 2 + (indices.shape[1] if indices.dim() == 2 else 1)
         _check(
             call,
-            pool.shape[2] >= least,
+            pool.shape[2] >= min_columns,
             lambda: (
-                f"window_pool has {pool.shape[2]} columns, expected at least {least} with num_accepted_tokens: W - 1, "
-                "and one for each column of state_indices but the first"
+                f"window_pool has {pool.shape[2]} columns, expected at least {min_columns} with num_accepted_tokens: "
+                "W - 1, and one for each column of state_indices but the first"
             ),
         )
         pool = pool[..., : max(W - 1, 0)]
@@ -128,14 +128,14 @@ def _check_windows_of_decoding(call, D):
         pool.shape[0] == slots,
         lambda: f"window_pool has {pool.shape[0]} slots, expected {slots}, those of state_pool",
     )
-    if kept is not None:
+    if snapshots is not None:
         symbols = "[rows, steps, D, W - 1]"
         _check_device(call, "intermediate_windows", "mixed")
         dtype = str(pool.dtype).removeprefix("torch.")
         _check_dtype(call, "intermediate_windows", (pool.dtype,), f"{dtype}, the dtype of window_pool")
         _check_rank(call, "intermediate_windows", 4, symbols)
-        _check_shape(call, "intermediate_windows", (*kept.shape[:2], D, weight.shape[-1] - 1), symbols)
-        are_sliding = min(kept.shape[1], kept.shape[3]) > 1 and kept.stride(1) == kept.stride(3)
+        _check_shape(call, "intermediate_windows", (*snapshots.shape[:2], D, weight.shape[-1] - 1), symbols)
+        are_sliding = min(snapshots.shape[1], snapshots.shape[3]) > 1 and snapshots.stride(1) == snapshots.stride(3)
         _check(
             call,
             call.parents is None or not are_sliding,
@@ -190,9 +190,9 @@ def _fake_region_prefill(call):
     windows = {"bias": call.conv_bias, "use_silu": True, "state_pool": call.window_pool}
     windows |= {"checkpoints": call.window_checkpoints, "x": call.mixed, "weight": call.conv_weight}
     x = _fake_convolution_prefill(_part_of_region(schemas.convolution_prefill, call, **windows))
-    q, k, v = _parts(x, call.num_k_heads, call.head_k_dim, call.z.shape[2])
+    q, k, v = _split_qkv(x, call.num_k_heads, call.head_k_dim, call.z.shape[2])
     tokens = {"q": q, "k": k, "v": v, "g": call.a, "beta": call.b, "out": None}
-    o = _fake_prefill(_part_of_region(schemas.prefill, call, **tokens, **_ON_REGION))
+    o = _fake_prefill(_part_of_region(schemas.prefill, call, **tokens, **_RULE_FLAGS))
     norm = {"weight": call.norm_weight, "eps": call.norm_eps, "activation": call.norm_activation}
     y = _fake_norm(_part_of_region(schemas.norm, call, o=o, **norm))
     if call.out is None:

@@ -35,18 +35,18 @@ from flash_qla.ops import schemas
 from flash_qla.ops.later import when_imported
 
 # Tensor -> (its dimension of the batch, that of the heads); None: it has no such dimension
-_TOKENS, _STATES, _OF_HEADS, _TABLE = (0, 2), (0, 1), (None, 0), (None, None)
+_TOKENS, _STATES, _PARAMETERS, _TABLE = (0, 2), (0, 1), (None, 0), (None, None)
 _DIMENSIONS = {
     **dict.fromkeys(("q", "k", "v", "g", "beta", "A", "do", "g_raw", "a", "b"), _TOKENS),
     **dict.fromkeys(("o", "out", "g_cumsum", "h", "dq", "dk", "dv", "db", "dg"), _TOKENS),
     **dict.fromkeys(("initial_state", "dht", "final_state", "dh0"), _STATES),
-    **dict.fromkeys(("A_log", "dt_bias", "dA_log", "ddt_bias"), _OF_HEADS),
+    **dict.fromkeys(("A_log", "dt_bias", "dA_log", "ddt_bias"), _PARAMETERS),
     **dict.fromkeys(("x", "y", "dx", "dy"), _TOKENS),
-    **dict.fromkeys(("weight", "bias", "dweight", "dbias"), _OF_HEADS),
+    **dict.fromkeys(("weight", "bias", "dweight", "dbias"), _PARAMETERS),
     **dict.fromkeys(("z", "dz", "da"), _TOKENS),
     **dict.fromkeys(("initial_window", "final_window", "dwindow", "dwindow0"), _STATES),
-    **dict.fromkeys(("conv_weight", "conv_bias", "norm_weight"), _OF_HEADS),
-    **dict.fromkeys(("dconv_weight", "dconv_bias", "dnorm_weight"), _OF_HEADS),
+    **dict.fromkeys(("conv_weight", "conv_bias", "norm_weight"), _PARAMETERS),
+    **dict.fromkeys(("dconv_weight", "dconv_bias", "dnorm_weight"), _PARAMETERS),
     **dict.fromkeys(("state_pool", "checkpoints", "d_cache", "k_cache", "g_cache"), (None, 1)),
     **dict.fromkeys(("window_pool", "window_checkpoints"), (None, 1)),
     **dict.fromkeys(("intermediate_states", "intermediate_windows"), (None, 2)),
@@ -59,7 +59,7 @@ _DIMENSIONS = {
         ("mixed_qkv", "dmixed_qkv", "mixed", "dmixed"), (0, None)
     ),  # q, k and v follow each other in its channels
 }
-_BATCH, _HEADS = 0, 1  # places in these pairs
+_BATCH, _HEADS = 0, 1  # indices into these pairs
 # Result -> the argument without which it is an empty tensor
 _NEEDS = {
     "final_state": "output_final_state",
@@ -83,17 +83,17 @@ def _strategies_of(op):
     tokens = "x" if "x" in call_type._fields else "q"  # the tensor whose heads or channels are divided
     is_written = any(x.alias_info is not None and x.alias_info.is_write for x in op._schema.arguments)
 
-    def placement_of(name, over):
-        dim = None if over is None else _DIMENSIONS[name][over]
+    def placement_of(name, axis):
+        dim = None if axis is None else _DIMENSIONS[name][axis]
         return Replicate() if dim is None else Shard(dim)
 
-    def result_placement(call, name, over):
+    def result_placement(call, name, axis):
         needed = getattr(call, _NEEDS[name]) if name in _NEEDS else True
         if needed is None or needed is False or (name == "o" and getattr(call, "out", None) is not None):
             return Replicate()  # an empty tensor
-        if over == _BATCH and _DIMENSIONS[name] is _OF_HEADS:
+        if axis == _BATCH and _DIMENSIONS[name] is _PARAMETERS:
             return Partial()  # a sum over tokens
-        return placement_of(name, over)
+        return placement_of(name, axis)
 
     def refuse(name, spec, allowed, why=""):
         placements = list(spec.placements)
@@ -103,36 +103,36 @@ def _strategies_of(op):
 
     def check(specs, choices):
         """Raises if a tensor is sharded otherwise; returns on which dimensions of the mesh heads are."""
-        over_heads = set()
+        mesh_dims = set()
         for name, spec in specs.items():
-            dims = {over: _DIMENSIONS[name][over] for over in choices if over is not None}
-            allowed = {over: Shard(dim) for over, dim in dims.items() if dim is not None}
+            dims = {axis: _DIMENSIONS[name][axis] for axis in choices if axis is not None}
+            allowed = {axis: Shard(dim) for axis, dim in dims.items() if dim is not None}
             for i, placement in enumerate(spec.placements):
                 if placement == allowed.get(_HEADS):
-                    over_heads.add(i)
+                    mesh_dims.add(i)
                 elif placement != allowed.get(_BATCH) and not isinstance(placement, (Replicate, Partial)):
                     words = {_BATCH: "over the batch", _HEADS: "over heads"}
-                    refuse(name, spec, ["Replicate()", *(f"{x!r} {words[over]}" for over, x in allowed.items())])
-        return over_heads
+                    refuse(name, spec, ["Replicate()", *(f"{x!r} {words[axis]}" for axis, x in allowed.items())])
+        return mesh_dims
 
-    def check_heads(specs, over_heads):
+    def check_heads(specs, mesh_dims):
         mesh, H_k = specs[tokens].mesh, specs[tokens].shape[2]
-        shards = math.prod(mesh.size(i) for i in over_heads)
+        shards = math.prod(mesh.size(i) for i in mesh_dims)
         if H_k % shards:
             raise ValueError(
                 f"flash_qla::{op._opname}: {tokens} has {H_k} {'heads' if tokens == 'q' else 'channels'}, expected a "
                 f"multiple of {shards}, the number of shards"
             )
-        if over_heads and H_k % mesh.size():  # a partial sum could become a shard of heads on all dimensions
+        if mesh_dims and H_k % mesh.size():  # a partial sum could become a shard of heads on all dimensions
             for name, spec in specs.items():
                 for i, placement in enumerate(spec.placements):
-                    if isinstance(placement, Partial) and i not in over_heads:
+                    if isinstance(placement, Partial) and i not in mesh_dims:
                         refuse(name, spec, ["Replicate()"], f" on dimension {i} of the mesh")
 
-    def check_unmoved(specs, over_heads):
+    def check_unmoved(specs, mesh_dims):
         for name, spec in specs.items():
             for i, placement in enumerate(spec.placements):
-                expected = placement_of(name, _HEADS if i in over_heads else None)
+                expected = placement_of(name, _HEADS if i in mesh_dims else None)
                 if placement != expected:
                     why = f" on dimension {i} of the mesh, like the other arguments: the op writes in place"
                     refuse(name, spec, [repr(expected)], why)
@@ -145,20 +145,20 @@ def _strategies_of(op):
             choices.append(_BATCH)
         if not {"mixed_qkv", "mixed"} & specs.keys():
             choices.append(_HEADS)
-        over_heads = check(specs, choices)
+        mesh_dims = check(specs, choices)
         if is_written:
-            check_unmoved(specs, over_heads)
+            check_unmoved(specs, mesh_dims)
         if _HEADS in choices:
-            check_heads(specs, over_heads)
-            if not over_heads and specs[tokens].shape[2] % specs[tokens].mesh.size():
+            check_heads(specs, mesh_dims)
+            if not mesh_dims and specs[tokens].shape[2] % specs[tokens].mesh.size():
                 choices.remove(_HEADS)
         names = [*call_type._fields[: len(args)], *kwargs]
         return [
             (
-                [result_placement(call, name, over) for name in results],
-                [placement_of(name, over) if name in specs else None for name in names],
+                [result_placement(call, name, axis) for name in results],
+                [placement_of(name, axis) if name in specs else None for name in names],
             )
-            for over in choices
+            for axis in choices
         ]
 
     return strategies
@@ -172,19 +172,22 @@ def _norm_strategies_of(op):
     results = [x.name for x in op._schema.returns]
 
     def strategies(*args, **kwargs):
-        given = dict(zip(names, args, strict=False)) | kwargs
+        arguments = dict(zip(names, args, strict=False)) | kwargs
 
-        def placed(name, rows):
+        def placement_of(name, placement):
             if name == "dweight":
-                return rows if rows == Replicate() else Partial()
-            return Replicate() if name == "weight" else rows
+                return placement if placement == Replicate() else Partial()
+            return Replicate() if name == "weight" else placement
 
-        def of_argument(name, rows):
-            return placed(name, rows) if hasattr(given[name], "placements") else None
+        def argument_placement(name, placement):
+            return placement_of(name, placement) if hasattr(arguments[name], "placements") else None
 
         return [
-            ([placed(name, rows) for name in results], [of_argument(name, rows) for name in given])
-            for rows in (Replicate(), *map(Shard, range(len(given["o"].shape) - 1)))
+            (
+                [placement_of(name, placement) for name in results],
+                [argument_placement(name, placement) for name in arguments],
+            )
+            for placement in (Replicate(), *map(Shard, range(len(arguments["o"].shape) - 1)))
         ]
 
     return strategies
@@ -209,8 +212,8 @@ def _register_all(tensor):
     )
     try:
         for op in ops:
-            of_norm = op in (schemas.norm, schemas.norm_backward)
-            register_sharding(op)(_norm_strategies_of(op) if of_norm else _strategies_of(op))
+            is_norm = op in (schemas.norm, schemas.norm_backward)
+            register_sharding(op)(_norm_strategies_of(op) if is_norm else _strategies_of(op))
             register(op, registered[op], info)
     except Exception:
         # A strategy without `info` would serve calls with other flags, too.
@@ -220,5 +223,5 @@ def _register_all(tensor):
         raise
 
 
-_WITHOUT = f"flash_qla takes no DTensors under PyTorch {torch.__version__}"
-when_imported("torch.distributed.tensor", _register_all, _WITHOUT)
+_WARNING = f"flash_qla takes no DTensors under PyTorch {torch.__version__}"
+when_imported("torch.distributed.tensor", _register_all, _WARNING)
