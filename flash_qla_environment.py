@@ -43,7 +43,7 @@ def _word(name: str) -> str:
 
 def describe() -> list[str]:
     """A line for each variable of flash_qla that is set."""
-    found = []
+    lines = []
     for name, value in sorted(os.environ.items()):
         if name in SWITCHES:
             word = _word(name)
@@ -52,5 +52,5 @@ def describe() -> list[str]:
             effect = "no such variable"
         else:
             continue
-        found.append(f"{name}={value}: {effect}")
-    return found
+        lines.append(f"{name}={value}: {effect}")
+    return lines

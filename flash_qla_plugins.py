@@ -38,8 +38,8 @@ def _decode_drafts(functions: str) -> None:
         os.environ.setdefault("VLLM_GDN_DECODE_KERNEL", "triton")
 
 
-def _switch_on(engine: str, variable: str, then: Callable[[str], None] = lambda functions: None) -> None:
-    """`then` is called with the names of functions that flash_qla has replaced."""
+def _switch_on(engine: str, variable: str, on_replaced: Callable[[str], None] = lambda functions: None) -> None:
+    """`on_replaced` is called with the names of functions that flash_qla has replaced."""
     log = logging.getLogger(f"{engine}.flash_qla")  # the engine's handlers show it
     if not is_on(variable, log.warning):
         return
@@ -47,7 +47,7 @@ def _switch_on(engine: str, variable: str, then: Callable[[str], None] = lambda 
     def report(functions: str, error: Exception | None) -> None:
         if error is None:
             log.info("%s=1: flash_qla replaces %s", variable, functions)
-            then(functions)
+            on_replaced(functions)
         else:
             log.warning("%s=1 has no effect on %s: %s", variable, functions, error)
 

@@ -198,7 +198,7 @@ def test_a_prefill_in_another_mode(mode, integration):
 
 def test_after_a_step_on_fake_tensors(integration):
     """As an estimate of a step's memory runs one: nothing of it stays."""
-    _layers._numbers.cache_clear()
+    _layers._arange.cache_clear()
     layer = randomized("cpu")
     x = layer_inputs("batch", "cpu")[0][:, : PREFILL + 1]
     (_, cache), (_, other) = (prefilled(layer, x[:, :PREFILL]) for _ in range(2))

@@ -141,13 +141,14 @@ def test_slices_of_a_layer():
         made = leaf * 1  # as a convolution makes it
         parts = (made if tokens_first else made.transpose(1, 2)).split(sizes, -1)
         query, key, value = (x.reshape(*x.shape[:2], -1, inputs[y].shape[3]) for x, y in zip(parts, SPLIT, strict=True))
-        whole = transformers._whole_of(query, key, value)
+        whole = transformers._mixed_qkv_of(query, key, value)
         assert whole.shape == mixed.shape and torch.equal(whole, mixed)
         assert (
-            transformers._whole_of(key, query, value) is None and transformers._whole_of(query, key, value + 0) is None
+            transformers._mixed_qkv_of(key, query, value) is None
+            and transformers._mixed_qkv_of(query, key, value + 0) is None
         )
         with torch.no_grad():
-            assert transformers._whole_of(query, key, value) is None
+            assert transformers._mixed_qkv_of(query, key, value) is None
         names = {"initial_state": inputs["initial_state"], "output_final_state": False}
         with Ran() as ran:
             o, _ = transformers.chunk_gated_delta_rule(query, key, value, inputs["g"], inputs["beta"], **names)

@@ -26,7 +26,7 @@ class GDNAttnBackend:
         pools = SimpleNamespace(conv=[x["window_pool"]], temporal=x["state_pool"], replayssm_d=None)
         self.forward_metadata = SimpleNamespace(mamba_cache_indices=x["state_indices"])
         if "intermediate_states" in x:  # a server with drafts
-            vars(self.forward_metadata).update(dict.fromkeys(_sglang_layer._OF_TREES))
+            vars(self.forward_metadata).update(dict.fromkeys(_sglang_layer._TREE_TABLES))
             pools.intermediate_ssm, pools.intermediate_conv_window = (
                 x["intermediate_states"],
                 [x["intermediate_windows"]],
@@ -206,7 +206,7 @@ def test_other_drafts_are_theirs(engine, on_hopper, monkeypatch):
     assert layer(tokens, SimpleNamespace(**vars(batch) | {"logical_forward_mode": mode("decode")})) == "theirs"
     assert layer(tokens, engine.set_backend(backend, drafts=9)) == "theirs"
     batch = engine.set_backend(backend, drafts=3)
-    for name in _sglang_layer._OF_TREES:
+    for name in _sglang_layer._TREE_TABLES:
         vars(backend.forward_metadata)[name] = torch.zeros(1)
         assert layer(tokens, batch) == "theirs"
         vars(backend.forward_metadata)[name] = None

@@ -153,7 +153,7 @@ def test_a_step_without_drafts_has_the_first_columns(run):
 
 class ByKeyHeads(Layer):
     def fix_query_key_value_ordering(self, mixed_qkvz, ba):
-        mixed, z, b, a = _vllm_layer.parts(self, mixed_qkvz, ba)
+        mixed, z, b, a = _vllm_layer.split_projections(self, mixed_qkvz, ba)
         q, k, v = mixed.split([self.head_k_dim, self.head_k_dim, mixed.shape[-1] - 2 * self.head_k_dim], -1)
         v = v.unflatten(-1, (-1, self.head_v_dim)).flatten(1, 2)
         return q, k, v, z.flatten(1, 2), b.flatten(1), a.flatten(1)

@@ -15,7 +15,7 @@ import flash_qla
 from flash_qla.integrations._gpus import REASON, keeps_theirs
 from flash_qla.ops.later import when_imported
 
-_NOTHING = object()  # a module has no such name
+_MISSING = object()  # a module has no such name
 _OURS = "_flash_qla"  # attribute of a function that may call the engine's own: flash_qla's
 
 
@@ -59,7 +59,7 @@ class Replacement:
         self._methods = methods or {}
         self._package, self.run = package, run
         self._originals = {}
-        self._said = set()
+        self._logged = set()
         self._is_in_use = self._is_waiting = False
 
     def use(self) -> None:
@@ -70,12 +70,12 @@ class Replacement:
             RuntimeError: the engine lacks one of the names, or its function has other arguments.
         """
         paths = dict.fromkeys((*self.functions, *self._unchecked, *self._absent))
-        found = [self._choose(importlib.import_module(path)) for path in paths]
-        for chosen in found:
-            self._put(chosen)
+        choices = [self._choose(importlib.import_module(path)) for path in paths]
+        for chosen in choices:
+            self._install(chosen)
         self._is_in_use = True
-        others = [path for path in self._methods if path not in paths]
-        self._when_imported(others, lambda module: self._put(self._choose(module)))
+        late_modules = [path for path in self._methods if path not in paths]
+        self._when_imported(late_modules, lambda module: self._install(self._choose(module)))
 
     def use_when_imported(self, report: Callable[[str, Exception | None], None]) -> None:
         """Put the functions of a module in place as soon as the engine has imported it.
@@ -89,7 +89,7 @@ class Replacement:
             error, path = None, module.__name__
             try:
                 chosen = self._choose(module)
-                self._put(chosen)
+                self._install(chosen)
             except Exception as e:
                 error = e
             if path in self.functions:
@@ -116,18 +116,18 @@ class Replacement:
         """(module, name, the engine's value, our value) for each name that does not have our value yet."""
         path, chosen = module.__name__, []
         for name, functions in self.functions.get(path, {}).items():
-            theirs = getattr(module, name, _NOTHING)
-            if getattr(theirs, _OURS, theirs) in functions or (theirs is _NOTHING and None in functions):
+            theirs = getattr(module, name, _MISSING)
+            if getattr(theirs, _OURS, theirs) in functions or (theirs is _MISSING and None in functions):
                 continue
             ours = [x for x in functions if x and callable(theirs) and _parameters(x) == _parameters(theirs)]
             if not ours:
-                raise self._unknown(f"{path}.{name}", theirs, functions[0])
+                raise self._mismatch(f"{path}.{name}", theirs, functions[0])
             chosen.append((module, name, theirs, ours[0]))
         for group in (self._unchecked, self._absent):
             for name, ours in group.get(path, {}).items():
-                theirs = getattr(module, name, _NOTHING)
-                if theirs is _NOTHING:
-                    raise self._unknown(f"{path}.{name}", theirs, ours)
+                theirs = getattr(module, name, _MISSING)
+                if theirs is _MISSING:
+                    raise self._mismatch(f"{path}.{name}", theirs, ours)
                 if getattr(theirs, _OURS, theirs) is not ours and not (group is self._absent and theirs):
                     chosen.append((module, name, theirs, ours))
         return chosen + self._choose_methods(module)
@@ -136,29 +136,29 @@ class Replacement:
         """The same for methods, with their class in place of the module."""
         chosen = []
         for name, make in self._methods.get(module.__name__, {}).items():
-            of, _, method = name.partition(".")
-            owner = getattr(module, of, None)
+            class_name, _, method = name.partition(".")
+            owner = getattr(module, class_name, None)
             if (owner, method) in self._originals:
                 continue
             theirs = vars(owner).get(method) if isinstance(owner, type) else None
             ours = make(theirs) if callable(theirs) else None
             if ours is None or _parameters(ours, follow_wrapped=False) != _parameters(theirs):
                 log = logging.getLogger(f"{self._package}.flash_qla")
-                came = f"has arguments {inspect.signature(theirs)}" if callable(theirs) else "is not there"
-                log.info("%s keeps its own layer: %s.%s %s", self._package, module.__name__, name, came)
+                difference = f"has arguments {inspect.signature(theirs)}" if callable(theirs) else "is not there"
+                log.info("%s keeps its own layer: %s.%s %s", self._package, module.__name__, name, difference)
                 return []
             chosen.append((owner, method, theirs, ours))
         return chosen
 
-    def _put(self, chosen: list[tuple]) -> None:
+    def _install(self, chosen: list[tuple]) -> None:
         if chosen and not self._originals:
-            self._name_a_release_that_has_not_run()
+            self._warn_of_untested_release()
         for module, name, theirs, ours in chosen:
             self._originals[module, name] = theirs
             is_function = callable(theirs) and not isinstance(module, type)  # a method looks at the GPU itself
-            setattr(module, name, self._where_measured(name, ours, theirs) if is_function else ours)
+            setattr(module, name, self._dispatch_by_gpu(name, ours, theirs) if is_function else ours)
 
-    def _where_measured(self, name: str, ours: Callable, theirs: Callable) -> Callable:
+    def _dispatch_by_gpu(self, name: str, ours: Callable, theirs: Callable) -> Callable:
         """`ours`, but `theirs` for tensors on GPUs that keep theirs."""
 
         @functools.wraps(ours)
@@ -166,13 +166,13 @@ class Replacement:
             tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
             if tensor is None or not keeps_theirs(tensor.device):
                 return ours(*args, **kwargs)
-            self._say_once(name, REASON)
+            self._log_once(name, REASON)
             return theirs(*args, **kwargs)
 
         setattr(function, _OURS, ours)
         return function
 
-    def _name_a_release_that_has_not_run(self) -> None:
+    def _warn_of_untested_release(self) -> None:
         if self._package is None:
             return
         try:
@@ -191,23 +191,23 @@ class Replacement:
         Raises:
             NotImplementedError: the function is not in use.
         """
-        theirs = next((x for (_, of), x in self._originals.items() if of == name), None)
+        theirs = next((x for (_, replaced), x in self._originals.items() if replaced == name), None)
         if theirs is None:
             raise NotImplementedError(f"{name}: {reason}")
-        self._say_once(name, reason)
+        self._log_once(name, reason)
         return theirs(*args, **kwargs)
 
-    def _say_once(self, name: str, reason: str) -> None:
-        if (name, reason) not in self._said:
-            self._said.add((name, reason))
+    def _log_once(self, name: str, reason: str) -> None:
+        if (name, reason) not in self._logged:
+            self._logged.add((name, reason))
             package = self._package or self._releases.partition(" ")[0]
             logging.getLogger(f"{package}.flash_qla").info("%s runs its own %s: %s", package, name, reason)
 
-    def _unknown(self, name: str, theirs: object, ours: object) -> RuntimeError:
-        came = inspect.signature(theirs) if callable(theirs) else "nothing"
+    def _mismatch(self, name: str, theirs: object, ours: object) -> RuntimeError:
+        got = inspect.signature(theirs) if callable(theirs) else "nothing"
         expected = inspect.signature(ours) if callable(ours) else "a value"
         return RuntimeError(
-            f"{name} is {came}, expected {expected}; flash_qla's function was written for {self._releases}"
+            f"{name} is {got}, expected {expected}; flash_qla's function was written for {self._releases}"
         )
 
     def restore(self) -> None:
@@ -224,11 +224,11 @@ def earlier(function: Callable, *lacks: str) -> Callable:
     names = [x for x in signature.parameters if x not in lacks]
 
     @functools.wraps(function)
-    def of_earlier(*args, **kwargs):
+    def earlier_function(*args, **kwargs):
         return function(**dict(zip(names[: len(args)], args, strict=True)), **kwargs)
 
-    of_earlier.__signature__ = signature.replace(parameters=[signature.parameters[x] for x in names])
-    return of_earlier
+    earlier_function.__signature__ = signature.replace(parameters=[signature.parameters[x] for x in names])
+    return earlier_function
 
 
 def _parameters(function: Callable, follow_wrapped: bool = True) -> list[tuple]:
@@ -242,20 +242,20 @@ def require(function: str, **arguments: tuple[object, object]) -> None:
 
     Args:
         function: name of the function, for the message.
-        arguments: name -> (what came, the one supported value); torch.Tensor supports any tensor.
+        arguments: name -> (the value, the one supported value); torch.Tensor supports any tensor.
 
     Raises:
         NotImplementedError: an argument has another value; the message names it.
     """
-    for name, (came, supported) in arguments.items():
-        if isinstance(came, torch.Tensor):
+    for name, (got, supported) in arguments.items():
+        if isinstance(got, torch.Tensor):
             if supported is torch.Tensor:
                 continue
-            came = "a tensor"
+            got = "a tensor"
         elif supported is torch.Tensor:
             supported = "a tensor"
-        if came != supported:
-            raise NotImplementedError(f"{function}: {name} is {came}, flash_qla supports only {supported}")
+        if got != supported:
+            raise NotImplementedError(f"{function}: {name} is {got}, flash_qla supports only {supported}")
 
 
 def packed_decode(module: str, null_index: int) -> Callable:
@@ -303,9 +303,11 @@ def not_convolved(x, weight, bias, conv_states, query_start_loc, cache_indices, 
         return f"windows have {columns} columns for {width} taps, expected one less than 2 to 4 taps"
     if activation not in ("silu", "swish", None):
         return f"activation is {activation!r}"
-    known = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    others = {y.dtype for y in (weight, bias, conv_states) if y is not None} - {x.dtype, torch.float32}
-    return None if known and not others else f"x has {x.dtype}, the others {', '.join(map(str, others))}"
+    is_supported = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    other_dtypes = {y.dtype for y in (weight, bias, conv_states) if y is not None} - {x.dtype, torch.float32}
+    if is_supported and not other_dtypes:
+        return None
+    return f"x has {x.dtype}, the others {', '.join(map(str, other_dtypes))}"
 
 
 def prefill_convolution(

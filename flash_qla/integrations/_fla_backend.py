@@ -31,10 +31,10 @@ def _by_name(function: Callable, args: tuple, kwargs: dict) -> dict:
     return kwargs | dict(zip(_names(function), args, strict=False)) if args else kwargs
 
 
-def _unknown(function: Callable, call: dict, keywords: frozenset = frozenset()) -> str | None:
+def _unknown_keyword(function: Callable, call: dict, keywords: frozenset = frozenset()) -> str | None:
     """A message about a keyword that FLA's function ignores and flash_qla's refuses, or None."""
-    known = {*_names(function), *keywords, "transpose_state_layout"}
-    return next((f"flash_qla has no argument {x}" for x in call if x not in known), None)
+    names = {*_names(function), *keywords, "transpose_state_layout"}
+    return next((f"flash_qla has no argument {x}" for x in call if x not in names), None)
 
 
 def _is_head_dim(dim: int, most: int) -> bool:
@@ -54,7 +54,7 @@ class Backend(FlashQLABackend):
 
     def chunk_gated_delta_rule_verifier(self, *args, **kwargs):
         call = _by_name(chunk_gated_delta_rule, args, kwargs)
-        unknown = _unknown(chunk_gated_delta_rule, call, fla._KEYWORDS)
+        unknown = _unknown_keyword(chunk_gated_delta_rule, call, fla._KEYWORDS)
         if unknown is not None:
             return False, unknown
         q = call["q"]
@@ -85,7 +85,7 @@ class Backend(FlashQLABackend):
 
     def fused_recurrent_gated_delta_rule_verifier(self, *args, **kwargs):
         call = _by_name(fused_recurrent_gated_delta_rule, args, kwargs)
-        unknown = _unknown(fused_recurrent_gated_delta_rule, call)
+        unknown = _unknown_keyword(fused_recurrent_gated_delta_rule, call)
         if unknown is not None:
             return False, unknown
         for name in ("gk", "gv"):

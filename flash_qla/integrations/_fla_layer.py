@@ -31,14 +31,14 @@ _CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 _FEW_TOKENS = 64  # FLA decodes up to so many without gradients
 
 
-def _of_part(part: torch.nn.Module, expected: type) -> str | None:
+def _why_not_part(part: torch.nn.Module, expected: type) -> str | None:
     """Why a part is not what flash_qla computes, or None."""
     if type(part) is not expected:
         return f"a {type(part).__name__}, not a {expected.__name__}"
     return None if is_plain(part) else "hooked"
 
 
-def _of_layer(layer: torch.nn.Module, dtype: torch.dtype | None) -> str | None:
+def _why_not_layer(layer: torch.nn.Module, dtype: torch.dtype | None) -> str | None:
     """Why the layer's parts are not those that flash_qla computes, or None. dtype: that of the projections."""
     if not layer.use_short_conv or not layer.use_gate:
         return f"the layer has no {'convolution' if layer.use_gate else 'gated norm'}"
@@ -46,20 +46,20 @@ def _of_layer(layer: torch.nn.Module, dtype: torch.dtype | None) -> str | None:
         return "q_proj has no weight" if dtype is None else f"its dtype is {dtype}"
     for name in _CONVOLUTIONS:
         convolution = getattr(layer, name)
-        reason = _of_part(convolution, ShortConvolution)
+        reason = _why_not_part(convolution, ShortConvolution)
         if reason is None and not 2 <= convolution.kernel_size[0] <= 4:
             reason = f"{convolution.kernel_size[0]} taps wide"
         if reason is None and convolution.weight.dtype not in (dtype, torch.float32):
             reason = f"of {convolution.weight.dtype} on {dtype}"
         if reason is not None:
             return f"{name} is {reason}"
-    reason = _of_part(layer.o_norm, FusedRMSNormGated)
+    reason = _why_not_part(layer.o_norm, FusedRMSNormGated)
     if reason is None and layer.o_norm.weight is None:
         reason = "without a weight"
     return None if reason is None else f"o_norm is {reason}"
 
 
-def _of_call(layer: torch.nn.Module, x: torch.Tensor) -> str | None:
+def _why_not_rule(layer: torch.nn.Module, x: torch.Tensor) -> str | None:
     """Why flash_qla's delta rule does not run on the layer's tokens, or None."""
     if not _fla_backend.Backend().is_enabled():
         return "FLA_FLASH_QLA=0"
@@ -103,57 +103,57 @@ def forward(
         )
 
     T, cu_seqlens = hidden_states.shape[1], kwargs.get("cu_seqlens")
-    last = utils.get_layer_cache(self, past_key_values)
+    cache = utils.get_layer_cache(self, past_key_values)
     is_decoding = not torch.is_grad_enabled() and ((T <= _FEW_TOKENS and not self.training) or self.mode != "chunk")
-    continues = is_decoding or last is not None
-    if continues and not (use_cache and cu_seqlens is None and _is_next_token(self, hidden_states, last)):
+    continues = is_decoding or cache is not None
+    if continues and not (use_cache and cu_seqlens is None and _is_next_token(self, hidden_states, cache)):
         return theirs()
-    whole = "decoding as one op" if continues else "convolutions, delta rule and norm"
-    reason = _of_call(self, hidden_states)
+    all_parts = "decoding as one op" if continues else "convolutions, delta rule and norm"
+    reason = _why_not_rule(self, hidden_states)
     parts = "the delta rule alone" if reason is None else "nothing"
     dtype = _dtype_of(self, hidden_states)
-    reason = reason or _of_layer(self, dtype)
+    reason = reason or _why_not_layer(self, dtype)
     if reason is None and continues:
-        reason = _of_decoding(self, last, len(hidden_states), dtype)
+        reason = _why_not_decode(self, cache, len(hidden_states), dtype)
     if not torch.compiler.is_compiling():
-        _say(f"{parts} ({reason})" if reason else whole)
+        _say(f"{parts} ({reason})" if reason else all_parts)
     if reason is not None:
         return theirs()
     if continues:
-        return _decode(self, hidden_states, attention_mask, past_key_values, last)
+        return _decode(self, hidden_states, attention_mask, past_key_values, cache)
     return _forward(self, hidden_states, attention_mask, past_key_values, use_cache, cu_seqlens)
 
 
-def _is_next_token(layer: torch.nn.Module, x: torch.Tensor, last: dict | None) -> bool:
+def _is_next_token(layer: torch.nn.Module, x: torch.Tensor, cache: dict | None) -> bool:
     """Whether a call decodes one token of each sequence after a cache's, outside of torch.compile."""
     is_step = x.shape[1] == 1 and not (torch.is_grad_enabled() or layer.training or torch.compiler.is_compiling())
-    return is_step and last is not None and last["conv_state"] is not None and last["recurrent_state"] is not None
+    return is_step and cache is not None and cache["conv_state"] is not None and cache["recurrent_state"] is not None
 
 
-def _of_decoding(layer: torch.nn.Module, last: dict, N: int, dtype: torch.dtype) -> str | None:
-    """Why decode_gated_delta_net does not take the parts that _of_layer takes, or None."""
+def _why_not_decode(layer: torch.nn.Module, cache: dict, N: int, dtype: torch.dtype) -> str | None:
+    """Why decode_gated_delta_net does not take the parts that _why_not_layer takes, or None."""
     convolutions = [getattr(layer, name) for name in _CONVOLUTIONS]
     if len({(x.kernel_size[0], x.bias is None, x.weight.dtype) for x in convolutions}) > 1:
         return "its convolutions differ in taps, bias or dtype"
     if {x.activation for x in convolutions} - {"silu", "swish"}:
         return "a convolution's activation is not silu"
     width = convolutions[0].kernel_size[0]
-    for x, convolution in zip(last["conv_state"], convolutions, strict=True):
+    for x, convolution in zip(cache["conv_state"], convolutions, strict=True):
         expected = (N, convolution.weight.shape[0], width)
         if x is None or x.dtype != dtype or x.shape != expected:
-            came = None if x is None else f"{[*x.shape]} in {x.dtype}"
-            return f"a window of its cache is {came}, not {[*expected]} in {dtype}"
+            got = None if x is None else f"{[*x.shape]} in {x.dtype}"
+            return f"a window of its cache is {got}, not {[*expected]} in {dtype}"
     return None
 
 
-def _in_one(windows: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+def _as_one_tensor(windows: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
     """[N, D, W] if the windows, [N, channels, W] each, are its parts in this order, or None."""
     first, D = windows[0], sum(x.shape[1] for x in windows)
     N, _, W = first.shape
     strides, offset = (D * W, W, 1), first.storage_offset()
     for x in windows:
-        is_there = type(x) is torch.Tensor and x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not is_there or (x.stride(), x.storage_offset()) != (strides, offset):
+        is_same = type(x) is torch.Tensor and x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not is_same or (x.stride(), x.storage_offset()) != (strides, offset):
             return None
         offset += x.shape[1] * W
     return first.as_strided((N, D, W), strides)
@@ -162,26 +162,26 @@ def _in_one(windows: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
 def _merged(windows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The windows in one tensor, and its parts, in which FLA's cache keeps them: then the next token copies nothing.
     Only their addresses tell, because caches are copied, pickled and built again."""
-    whole = _in_one(windows)
-    if whole is not None:
-        return whole, windows
-    whole = torch.cat(tuple(windows), 1)
-    return whole, whole.split([x.shape[1] for x in windows], 1)
+    merged = _as_one_tensor(windows)
+    if merged is not None:
+        return merged, windows
+    merged = torch.cat(tuple(windows), 1)
+    return merged, merged.split([x.shape[1] for x in windows], 1)
 
 
-def _decode(layer, hidden_states, attention_mask, past_key_values, last):
+def _decode(layer, hidden_states, attention_mask, past_key_values, cache):
     """forward for one token of each sequence, [N, 1, hidden_size]. FLA too writes the windows in place."""
     convolutions, V = [getattr(layer, name) for name in _CONVOLUTIONS], layer.head_v_dim
     mixed = torch.cat([getattr(layer, name)(hidden_states) for name in ("q_proj", "k_proj", "v_proj")], -1)
     weight = torch.cat([x.weight for x in convolutions])
     bias = None if convolutions[0].bias is None else torch.cat([x.bias for x in convolutions])
-    (whole, windows), state = _merged(last["conv_state"]), last["recurrent_state"].contiguous()
+    (merged, windows), state = _merged(cache["conv_state"]), cache["recurrent_state"].contiguous()
     slots = slots_of(hidden_states)
     if attention_mask is not None:  # a sequence whose token is padding has no slot
         slots = torch.where(attention_mask[:, -1] != 0, slots, -1)
     y = flash_qla.decode_gated_delta_net(
         mixed, layer.g_proj(hidden_states).unflatten(-1, (-1, V)), layer.a_proj(hidden_states),
-        layer.b_proj(hidden_states), weight, bias, layer.o_norm.weight, layer.A_log, layer.dt_bias, whole,
+        layer.b_proj(hidden_states), weight, bias, layer.o_norm.weight, layer.A_log, layer.dt_bias, merged,
         state, slots, allow_neg_eigval=layer.allow_neg_eigval, norm_eps=layer.o_norm.eps,
         norm_activation=_norm_activation(layer),
     )  # fmt: skip

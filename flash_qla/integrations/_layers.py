@@ -10,12 +10,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def is_plain(part: torch.nn.Module) -> bool:
     """Whether calling a part runs its class's forward and nothing else."""
-    hidden = any(name in vars(part) for name in ("forward", "_old_forward"))
-    return not hidden and not any(getattr(part, hooks) for hooks in _HOOKS)
+    overridden = any(name in vars(part) for name in ("forward", "_old_forward"))
+    return not overridden and not any(getattr(part, hooks) for hooks in _HOOKS)
 
 
 @functools.cache
-def _numbers(count: int, device: torch.device) -> torch.Tensor:
+def _arange(count: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.arange(count, dtype=torch.int32, device=device)
 
@@ -25,7 +25,7 @@ def slots_of(x: torch.Tensor) -> torch.Tensor:
     is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or is_captured:
         return torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-    return _numbers(x.shape[0], x.device)
+    return _arange(x.shape[0], x.device)
 
 
 # Layers of inference engines
@@ -52,9 +52,9 @@ def why_not(layer: torch.nn.Module, dtype: torch.dtype, windows: torch.dtype, st
     if norm.activation not in ("silu", "swish", "sigmoid") or layer.activation not in ("silu", "swish"):
         return f"the activations are {layer.activation} and {norm.activation}"
     # A FusedRMSNormGated has neither groups nor the gate before the norm, and no names for them.
-    is_after, groups = getattr(norm, "norm_before_gate", True), getattr(norm, "group_size", None)
-    plain = is_after and groups in (None, V) and getattr(norm, "bias", None) is None
-    return None if plain else "the norm has a bias, groups, or the gate before it"
+    norm_before_gate, groups = getattr(norm, "norm_before_gate", True), getattr(norm, "group_size", None)
+    is_known_norm = norm_before_gate and groups in (None, V) and getattr(norm, "bias", None) is None
+    return None if is_known_norm else "the norm has a bias, groups, or the gate before it"
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def norm_options(layer: torch.nn.Module) -> dict:
     return {"norm_eps": layer.layer_norm_epsilon, "norm_activation": activation}
 
 
-def parts(
+def split_projections(
     mixed_qkvz: torch.Tensor, ba: torch.Tensor, H_k: int, group: int, K: int, V: int, by_key_heads: bool
 ) -> tuple[torch.Tensor, ...]:
     """mixed, z, b and a of an engine's two projections, as views.

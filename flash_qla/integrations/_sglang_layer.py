@@ -25,11 +25,11 @@ _BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
 _UTILITIES = "sglang.srt.layers.attention.linear.utils"
 _MOST_DRAFTS = 8  # of decode_gated_delta_net on a GPU
 # What `decode` reads, and _why_not does not
-_OF_LAYER = ("_forward_input_proj", "out_proj", "layer_norm_epsilon")
-_OF_ATTENTION = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "bias", "A_log", "dt_bias")
-_OF_BACKEND = ("_track_mamba_state_decode",)
-_OF_DRAFTS = ("verify_intermediate_state_indices",)
-_OF_TREES = ("retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token")
+_LAYER_MEMBERS = ("_forward_input_proj", "out_proj", "layer_norm_epsilon")
+_ATTENTION_MEMBERS = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "bias", "A_log", "dt_bias")
+_BACKEND_MEMBERS = ("_track_mamba_state_decode",)
+_DRAFT_MEMBERS = ("verify_intermediate_state_indices",)
+_TREE_TABLES = ("retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token")
 # layer -> {whether the step has drafts: why SGLang's own forward runs it, or None}
 _reasons = weakref.WeakKeyDictionary()
 
@@ -44,9 +44,9 @@ class Step(NamedTuple):
 
 
 def with_region(by_key_heads: bool) -> Callable:
-    """Replaces the forward of a layer's class. by_key_heads: of the layout of its projections, as in _layers.parts."""
+    """Replaces the forward of a layer's class. by_key_heads: the layout of its projections, as in split_projections."""
 
-    def with_ours(theirs: Callable) -> Callable:
+    def replace_forward(theirs: Callable) -> Callable:
         @functools.wraps(theirs)
         def forward(self, hidden_states, forward_batch):
             step = None if torch.compiler.is_compiling() else _step_of(hidden_states, forward_batch)
@@ -56,7 +56,7 @@ def with_region(by_key_heads: bool) -> Callable:
 
         return forward
 
-    return with_ours
+    return replace_forward
 
 
 def _step_of(hidden_states: torch.Tensor, forward_batch: object) -> Step | None:
@@ -77,7 +77,7 @@ def _step_of(hidden_states: torch.Tensor, forward_batch: object) -> Step | None:
         return Step(backend, slots, 1, False) if slots.shape == (rows,) else None
     # With pipeline parallelism a sequence's row among the intermediate states may be another one.
     has_other_rows = getattr(sys.modules.get(_UTILITIES), "pp_spec_stable_rows_enabled", bool)
-    is_tree = any(getattr(backend.forward_metadata, name) is not None for name in _OF_TREES)
+    is_tree = any(getattr(backend.forward_metadata, name) is not None for name in _TREE_TABLES)
     tokens = forward_batch.spec_info.draft_token_num
     if is_tree or has_other_rows() or tokens > _MOST_DRAFTS or rows % tokens or slots.shape[0] < rows // tokens:
         return None
@@ -99,13 +99,17 @@ def _pools(layer: torch.nn.Module, backend: object) -> object:
 def _why_not(layer: torch.nn.Module, step: Step, dtype: torch.dtype) -> str | None:
     """Why SGLang's own forward runs the layer, or None."""
     try:
-        of_backend = _OF_DRAFTS if step.has_drafts else _OF_BACKEND
-        for part, names in ((layer, _OF_LAYER), (layer.attn, _OF_ATTENTION), (step.backend, of_backend)):
+        backend_members = _DRAFT_MEMBERS if step.has_drafts else _BACKEND_MEMBERS
+        for part, names in (
+            (layer, _LAYER_MEMBERS),
+            (layer.attn, _ATTENTION_MEMBERS),
+            (step.backend, backend_members),
+        ):
             for name in names:
                 getattr(part, name)
         pools, weight, kernels = _pools(layer, step.backend), layer.attn.conv_weights, step.backend.kernel_dispatcher
         kernel = kernels.verify_kernel if step.has_drafts else kernels.decode_kernel
-        kept = (pools.intermediate_ssm, pools.intermediate_conv_window[0]) if step.has_drafts else ()
+        drafts = (pools.intermediate_ssm, pools.intermediate_conv_window[0]) if step.has_drafts else ()
         windows = pools.conv[0]
         if type(kernel).__name__ != "TritonGDNKernel":
             return f"{type(kernel).__name__} decodes"
@@ -114,7 +118,9 @@ def _why_not(layer: torch.nn.Module, step: Step, dtype: torch.dtype) -> str | No
             return "--enable-linear-replayssm keeps tokens with the states"
         if windows.shape[1:] != (weight.shape[0], weight.shape[1] - 1):
             return f"windows are {[*windows.shape]} for weights {[*weight.shape]}"
-        if any(x is None or x.shape[2:] != y.shape[1:] for x, y in zip(kept, (pools.temporal, windows), strict=False)):
+        if any(
+            x is None or x.shape[2:] != y.shape[1:] for x, y in zip(drafts, (pools.temporal, windows), strict=False)
+        ):
             return "the states and windows after drafts are kept in another form"
         if not (_layers.is_plain(layer.attn) and _layers.is_plain(layer.norm)):
             return "its attention or norm has a hook"
@@ -138,7 +144,7 @@ def decode(
     attn, backend, pools = layer.attn, step.backend, _pools(layer, step.backend)
     windows, states = pools.conv[0], pools.temporal
     sizes = (attn.num_k_heads, attn.num_v_heads // attn.num_k_heads, attn.head_k_dim, attn.head_v_dim)
-    projected = _layers.parts(*layer._forward_input_proj(hidden_states), *sizes, by_key_heads)
+    projected = _layers.split_projections(*layer._forward_input_proj(hidden_states), *sizes, by_key_heads)
     mixed, z, b, a = (x.unflatten(0, (-1, step.tokens)) for x in projected)
     drafts = {}
     if step.has_drafts:
@@ -153,7 +159,7 @@ def decode(
         windows, states, step.slots, **_layers.norm_options(layer), **drafts,
     )  # fmt: skip
     if not step.has_drafts:  # copies for the radix cache
-        of_layer = (attn.layer_id,) if _takes_layer(type(backend)._track_mamba_state_decode) else ()
-        backend._track_mamba_state_decode(forward_batch, windows, states, step.slots, *of_layer)
+        layer_ids = (attn.layer_id,) if _takes_layer(type(backend)._track_mamba_state_decode) else ()
+        backend._track_mamba_state_decode(forward_batch, windows, states, step.slots, *layer_ids)
     output, _ = layer.out_proj(y.flatten(0, 1).flatten(1))
     return output

@@ -42,19 +42,19 @@ def projections(layer: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, 
     return None
 
 
-def of_cache(layer: torch.nn.Module, cache: object) -> object | None:
+def layer_cache_of(layer: torch.nn.Module, cache: object) -> object | None:
     """The layer's part of a cache, or None if it is of an unknown kind or keeps what a rollback needs."""
-    parts, index = getattr(cache, "layers", ()), getattr(layer, "layer_idx", None)
-    part = parts[index] if index is not None and index < len(parts) else None
+    layers, index = getattr(cache, "layers", ()), getattr(layer, "layer_idx", None)
+    layer_cache = layers[index] if index is not None and index < len(layers) else None
     names = ("conv_states", "recurrent_states", "has_previous_state")
-    is_known = all(isinstance(getattr(part, name, None), dict) for name in names)
-    return part if is_known and not getattr(part, "record_past", False) else None
+    is_known = all(isinstance(getattr(layer_cache, name, None), dict) for name in names)
+    return layer_cache if is_known and not getattr(layer_cache, "record_past", False) else None
 
 
-def states_of(part: object, width: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+def states_of(layer_cache: object, width: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The window, [B, D, W], and the state, [B, H_v, V, K], of a layer's part of a cache. None if the state has its
     keys first in memory, as after a reordering of beams, or if the window has another width."""
-    window, state = part.conv_states[0], part.recurrent_states[0]
+    window, state = layer_cache.conv_states[0], layer_cache.recurrent_states[0]
     is_known = window is not None and state is not None and window.shape[-1] == width and state.dim() == 4
     return (window, state.mT) if is_known and state.mT.is_contiguous() else None
 
@@ -85,8 +85,8 @@ def forward(
         if cache is not None:  # which keeps the strides of states
             cache.update_conv_state(mixed.mT, layer.layer_idx, conv_kernel_size=conv.kernel_size[0])
             cache.update_recurrent_state(state.mT, layer.layer_idx)
-    out = layer.out_proj if hasattr(layer, "out_proj") else layer.o_proj
-    return out(y.flatten(2))
+    out_proj = layer.out_proj if hasattr(layer, "out_proj") else layer.o_proj
+    return out_proj(y.flatten(2))
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
@@ -122,28 +122,28 @@ def with_region(theirs: Callable, is_known_norm: Callable, keywords: frozenset[s
     _, _, cache, mask, *_ = inspect.signature(theirs).parameters
 
     @functools.wraps(theirs)
-    def of_layer(self, hidden_states, *args, **kwargs):
-        given = dict(zip((cache, mask), args, strict=False)) | kwargs
-        others = given.keys() & (keywords | {"seq_idx"}) - {*_FLAGS}
-        is_packed = given.get("cu_seq_lens_q") is not None
-        cached, states = given.get(cache), None
-        runs = cached is None
-        part = None if runs or is_packed else of_cache(self, cached)
-        if part is not None and not part.has_previous_state.get(0):
-            runs = True
-        elif part is not None and hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
-            states = states_of(part, self.conv1d.kernel_size[0])
-            runs = states is not None
-        if runs and (is_packed or not others) and others <= {"seq_idx"}:
+    def layer_forward(self, hidden_states, *args, **kwargs):
+        arguments = dict(zip((cache, mask), args, strict=False)) | kwargs
+        other_keywords = arguments.keys() & (keywords | {"seq_idx"}) - {*_FLAGS}
+        is_packed = arguments.get("cu_seq_lens_q") is not None
+        cached, states = arguments.get(cache), None
+        is_supported = cached is None
+        layer_cache = None if is_supported or is_packed else layer_cache_of(self, cached)
+        if layer_cache is not None and not layer_cache.has_previous_state.get(0):
+            is_supported = True
+        elif layer_cache is not None and hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
+            states = states_of(layer_cache, self.conv1d.kernel_size[0])
+            is_supported = states is not None
+        if is_supported and (is_packed or not other_keywords) and other_keywords <= {"seq_idx"}:
             reason = why_not(self, hidden_states, is_known_norm)
             if not torch.compiler.is_compiling():
                 _say(type(self).__name__, reason)
             if reason is None:
-                flags = {x: given[x] for x in _FLAGS if x in given}
-                return forward(self, hidden_states, given.get(mask), **flags, cache=cached, states=states)
+                flags = {x: arguments[x] for x in _FLAGS if x in arguments}
+                return forward(self, hidden_states, arguments.get(mask), **flags, cache=cached, states=states)
         return theirs(self, hidden_states, *args, **kwargs)
 
-    return of_layer
+    return layer_forward
 
 
 class _Probe(torch.nn.Module):
@@ -165,9 +165,9 @@ def agrees(layer: torch.nn.Module, theirs: Callable) -> bool:
         weights = {f"layer.{name}": torch.randn(x.shape, **on_cpu) for name, x in layer.named_parameters()}
         weights = {name: x / max(x.shape[-1], 1) ** 0.5 if x.dim() > 1 else x for name, x in weights.items()}
         x = torch.randn(1, 5, layer.hidden_size, **on_cpu)
-        off = torch.autocast("cpu", enabled=False)
-        with _binary.slow_path_is_meant(), torch.no_grad(), torch.device("cpu"), off:
-            own, ours = (torch.func.functional_call(_Probe(layer, f), weights, (x,)) for f in (theirs, forward))
+        no_autocast = torch.autocast("cpu", enabled=False)
+        with _binary.slow_path_is_meant(), torch.no_grad(), torch.device("cpu"), no_autocast:
+            expected, actual = (torch.func.functional_call(_Probe(layer, f), weights, (x,)) for f in (theirs, forward))
     except Exception:  # of any kind: the layer has other parts or arguments, or needs a GPU
         return False
-    return own.shape == ours.shape and torch.allclose(own, ours, rtol=1e-3, atol=1e-4)
+    return expected.shape == actual.shape and torch.allclose(expected, actual, rtol=1e-3, atol=1e-4)

@@ -27,7 +27,7 @@ from flash_qla.integrations import _layers
 from flash_qla_environment import is_not_off
 
 NULL_INDEX = 0  # vLLM's null slot
-_with_path = weakref.WeakKeyDictionary()  # those with the path -> whether vLLM's own configuration gave it to them
+_fused_layers = weakref.WeakKeyDictionary()  # layers with the path -> whether vLLM's own configuration gave it to them
 
 
 def with_region(theirs: Callable) -> Callable:
@@ -39,7 +39,7 @@ def with_region(theirs: Callable) -> Callable:
         reason = _layers.why_not(self, vllm_config.model_config.dtype, *self.get_state_dtype())
         self.has_flash_qla_region = reason is None
         if reason is None:
-            _with_path[self] = self.enable_fused_gdn_spec_decode
+            _fused_layers[self] = self.enable_fused_gdn_spec_decode
             self.enable_fused_gdn_spec_decode = True
         _layers.say("vllm", reason)
 
@@ -48,8 +48,8 @@ def with_region(theirs: Callable) -> Callable:
 
 def restore() -> None:
     """Give the layers vLLM's own path again: without this module's method it does not know tokens by key heads."""
-    while _with_path:
-        layer, is_fused = _with_path.popitem()
+    while _fused_layers:
+        layer, is_fused = _fused_layers.popitem()
         layer.has_flash_qla_region, layer.enable_fused_gdn_spec_decode = False, is_fused
 
 
@@ -66,7 +66,7 @@ def forward_core(theirs: Callable) -> Callable:
         elif metadata is None or not self.gqa_interleaved_layout:
             theirs(self, mixed_qkvz, ba, core_attn_out)
         else:  # as the layer without this path
-            mixed_qkv, z, b, a = packed_parts(self, mixed_qkvz, ba)
+            mixed_qkv, z, b, a = split_packed(self, mixed_qkvz, ba)
             self._forward_core(mixed_qkv=mixed_qkv, b=b.contiguous(), a=a.contiguous(), core_attn_out=core_attn_out)
             o = core_attn_out[: metadata.num_actual_tokens]
             self._rms_norm_gated_cuda(o, z[: o.shape[0]], o)
@@ -76,8 +76,8 @@ def forward_core(theirs: Callable) -> Callable:
 
 def _metadata(layer):
     """The step's metadata; None where vLLM warms up."""
-    found = sys.modules["vllm.forward_context"].get_forward_context().attn_metadata
-    return found.get(layer.prefix) if isinstance(found, dict) else None
+    metadata = sys.modules["vllm.forward_context"].get_forward_context().attn_metadata
+    return metadata.get(layer.prefix) if isinstance(metadata, dict) else None
 
 
 def _decodes(layer, metadata) -> bool:
@@ -92,10 +92,10 @@ def _decodes(layer, metadata) -> bool:
 
 def _prefills(layer, metadata) -> bool:
     """Whether every sequence of a step is a prompt, or a token that follows one, and nothing is kept of it."""
-    others = ("spec_sequence_masks", "checkpoint", "flashinfer_checkpoint_plan")
+    unsupported = ("spec_sequence_masks", "checkpoint", "flashinfer_checkpoint_plan")
     return (
         getattr(layer, "has_flash_qla_region", False)
-        and all(getattr(metadata, x, None) is None for x in others)
+        and all(getattr(metadata, x, None) is None for x in unsupported)
         and getattr(metadata, "prefill_state_indices", None) is not None  # of newer releases
         and metadata.num_prefills > 0
         and metadata.num_decodes == metadata.num_decode_tokens
@@ -109,7 +109,7 @@ def _windows(layer) -> torch.Tensor:
     return windows if windows.shape[1] == layer.conv1d.weight.shape[0] else windows.transpose(1, 2)
 
 
-def _of_call(layer, windows: torch.Tensor, slots: torch.Tensor) -> tuple[tuple, dict]:
+def _arguments_of(layer, windows: torch.Tensor, slots: torch.Tensor) -> tuple[tuple, dict]:
     """Weights and pools, and the norm and more by name, as both of flash_qla's functions take them."""
     weights = (layer.conv1d.weight.flatten(1), layer.conv1d.bias, layer.norm.weight, layer.A_log, layer.dt_bias)
     return (*weights, windows, layer.kv_cache[1], slots), {"null_index": NULL_INDEX} | _layers.norm_options(layer)
@@ -139,12 +139,12 @@ def decode(layer, metadata, mixed_qkvz, ba, core_attn_out, tokens: int | None = 
         slots, tables = metadata.non_spec_state_indices_tensor[:tokens], {}
         windows = windows[..., : layer.conv1d.weight.shape[-1] - 1]
 
-    def of_step(x):
+    def step_tokens(x):
         return x[:tokens].unsqueeze(0 if has_drafts else 1)
 
-    mixed, z, b, a = map(of_step, parts(layer, mixed_qkvz, ba))
-    of_layer, named = _of_call(layer, windows, slots)
-    flash_qla.decode_gated_delta_net(mixed, z, a, b, *of_layer, out=of_step(core_attn_out), **named, **tables)
+    mixed, z, b, a = map(step_tokens, split_projections(layer, mixed_qkvz, ba))
+    tensors, options = _arguments_of(layer, windows, slots)
+    flash_qla.decode_gated_delta_net(mixed, z, a, b, *tensors, out=step_tokens(core_attn_out), **options, **tables)
 
 
 def prefill(layer, metadata, mixed_qkvz, ba, core_attn_out) -> None:
@@ -152,26 +152,26 @@ def prefill(layer, metadata, mixed_qkvz, ba, core_attn_out) -> None:
     begin, end = metadata.num_decode_tokens, metadata.num_actual_tokens
     if begin > 0:
         decode(layer, metadata, mixed_qkvz, ba, core_attn_out, begin)
-    mixed, z, b, a = (x[None] for x in packed_parts(layer, mixed_qkvz[begin:end], ba[begin:end]))
-    of_layer, named = _of_call(layer, _windows(layer), metadata.prefill_state_indices)
+    mixed, z, b, a = (x[None] for x in split_packed(layer, mixed_qkvz[begin:end], ba[begin:end]))
+    tensors, options = _arguments_of(layer, _windows(layer), metadata.prefill_state_indices)
     flash_qla.prefill_gated_delta_net(
-        mixed, z, a, b, *of_layer, num_k_heads=layer.num_k_heads // layer.tp_size, head_k_dim=layer.head_k_dim,
+        mixed, z, a, b, *tensors, num_k_heads=layer.num_k_heads // layer.tp_size, head_k_dim=layer.head_k_dim,
         cu_seqlens=metadata.prefill_query_start_loc, has_initial_state=metadata.prefill_has_initial_state,
-        batch_invariant=is_not_off("VLLM_BATCH_INVARIANT"), out=core_attn_out[None, begin:end], **named,
+        batch_invariant=is_not_off("VLLM_BATCH_INVARIANT"), out=core_attn_out[None, begin:end], **options,
     )  # fmt: skip
 
 
-def packed_parts(layer, mixed_qkvz: torch.Tensor, ba: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """parts, with mixed [tokens, 2 H_k K + H_v V] and z [tokens, H_v, V]; a copy of tokens by key heads."""
+def split_packed(layer, mixed_qkvz: torch.Tensor, ba: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """split_projections, with mixed [tokens, 2 H_k K + H_v V] and z [tokens, H_v, V]; a copy of tokens by key heads."""
     if not layer.gqa_interleaved_layout:
-        return parts(layer, mixed_qkvz, ba)
+        return split_projections(layer, mixed_qkvz, ba)
     q, k, v, z, b, a = layer.fix_query_key_value_ordering(mixed_qkvz, ba)
     mixed = torch.cat([x.flatten(1) for x in (q, k, v)], -1)
     return mixed, z.reshape(len(z), -1, layer.head_v_dim), b, a
 
 
-def parts(layer, mixed_qkvz: torch.Tensor, ba: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def split_projections(layer, mixed_qkvz: torch.Tensor, ba: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """mixed, z, b and a of the projections, as views."""
     H_k, group = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.num_k_heads
     sizes = (H_k, group, layer.head_k_dim, layer.head_v_dim)
-    return _layers.parts(mixed_qkvz, ba, *sizes, layer.gqa_interleaved_layout)
+    return _layers.split_projections(mixed_qkvz, ba, *sizes, layer.gqa_interleaved_layout)

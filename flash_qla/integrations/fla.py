@@ -182,7 +182,7 @@ def fused_recurrent_gated_delta_rule(
         gates = v.shape[:3]
         K, V, N = q.shape[-1], v.shape[-1], q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         one_token = q.shape[1] == 1 and cu_seqlens is None
-        final_state, kept, in_place = None, None, output_final_state
+        final_state, states_after, in_place = None, None, output_final_state
         if initial_state is None:
             states = final_state = q.new_zeros(N, v.shape[2], *((V, K) if state_v_first else (K, V)), dtype=dtype)
         elif output_final_state and not one_token:
@@ -192,7 +192,7 @@ def fused_recurrent_gated_delta_rule(
             in_place = False
             if output_final_state:
                 final_state = torch.empty_like(states)
-                kept = final_state[:, None]
+                states_after = final_state[:, None]
         o = flash_qla.decode_gated_delta_rule(
             q, k, v,
             v.new_zeros(gates, dtype=dtype) if g is None else g,
@@ -203,7 +203,7 @@ def fused_recurrent_gated_delta_rule(
             scale=scale,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=cu_seqlens,
-            intermediate_states=kept,
+            intermediate_states=states_after,
             update_state=in_place,
             state_v_first=state_v_first,
             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,

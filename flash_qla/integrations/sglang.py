@@ -81,7 +81,7 @@ def chunk_gated_delta_rule(
     N = number_of_sequences(q, cu_seqlens)
     slots = initial_state_indices[:N]
     if not inplace_update:
-        initial_state, slots = _copies(initial_state, slots)
+        initial_state, slots = _copy_states(initial_state, slots)
     padding = (CHUNK - 1) * (1 if cu_seqlens is None else N)
     h = q.new_empty(q.shape[0], (q.shape[1] + padding) // CHUNK, *initial_state.shape[1:])
     o = flash_qla.prefill_gated_delta_rule(
@@ -101,10 +101,10 @@ def _is_batch_invariant() -> bool:
     return is_not_off("SGLANG_ENABLE_DETERMINISTIC_INFERENCE") or (is_enabled is not None and is_enabled())
 
 
-def _copies(pool, slots):
+def _copy_states(pool, slots):
     """The states of the slots as a pool of their own, and the slots there."""
-    own = torch.arange(slots.shape[0], device=slots.device)
-    return pool[slots.clamp_min(0)], torch.where(slots >= 0, own, _NULL_INDEX)
+    copy_slots = torch.arange(slots.shape[0], device=slots.device)
+    return pool[slots.clamp_min(0)], torch.where(slots >= 0, copy_slots, _NULL_INDEX)
 
 
 fused_recurrent_gated_delta_rule_packed_decode = packed_decode(__name__, _NULL_INDEX)
@@ -168,7 +168,7 @@ def fused_sigmoid_gating_delta_rule_update(
         intermediate_states_buffer: memory for the state after each token, [rows, steps, H_v, V, K].
         intermediate_state_indices: row of each sequence, [N] or more; a negative row keeps no states.
         cache_steps: ignored; the buffer's shape has it.
-        retrieve_parent_token: [N, steps] or more rows, if the drafts are a tree: the number of each token's parent.
+        retrieve_parent_token: [N, steps] or more rows, if the drafts are a tree: the index of each token's parent.
             Column 0 is ignored. Only with disable_state_update.
         softplus_beta, softplus_threshold: only 1 and 20.
         is_kda, cache_ring, match_cutedsl_decode: only False.
@@ -237,9 +237,9 @@ def causal_conv1d_fn(
         NotImplementedError: an argument has another value, and SGLang is not there to take the call.
     """
     reason = not_convolved(x, weight, bias, conv_states, query_start_loc, cache_indices, activation)
-    others = sorted({*kwargs} - {"seq_lens_cpu"})
-    if reason is None and others:
-        reason = f"{others[0]} is given"
+    unknown = sorted({*kwargs} - {"seq_lens_cpu"})
+    if reason is None and unknown:
+        reason = f"{unknown[0]} is given"
     if reason is not None:
         return _replacement.call_theirs(
             "causal_conv1d_fn", reason, x, weight, bias, query_start_loc, cache_indices, has_initial_state, conv_states,

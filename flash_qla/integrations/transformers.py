@@ -103,28 +103,30 @@ def chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
             "cu_seq_lens_q (the cumulative sequence lengths) to keep them apart"
         )
     max_length = kwargs.get("max_length_q")
-    known = {"max_seqlen": max_length} if isinstance(max_length, int) else {}
-    known |= {name: value for name, value in kwargs.items() if name in _KEYWORDS}
-    values_first = _values_first(known)
-    mixed_qkv = _whole_of(query, key, value) if known.keys() <= _PACKED_KEYWORDS else None
+    options = {"max_seqlen": max_length} if isinstance(max_length, int) else {}
+    options |= {name: value for name, value in kwargs.items() if name in _KEYWORDS}
+    values_first = _values_first(options)
+    mixed_qkv = _mixed_qkv_of(query, key, value) if options.keys() <= _PACKED_KEYWORDS else None
     if mixed_qkv is None:
-        o, state = flash_qla.chunk_gated_delta_rule(query, key, value, g, beta, **known | values_first)
+        o, state = flash_qla.chunk_gated_delta_rule(query, key, value, g, beta, **options | values_first)
     else:
-        o, state = flash_qla.chunk_gated_delta_rule_packed(mixed_qkv, g, beta, *query.shape[2:], **known | values_first)
+        o, state = flash_qla.chunk_gated_delta_rule_packed(
+            mixed_qkv, g, beta, *query.shape[2:], **options | values_first
+        )
     return o, state.mT if values_first and state is not None else state
 
 
-def _values_first(known: dict) -> dict:
+def _values_first(options: dict) -> dict:
     """Arguments by which states have their values first in memory, as decode_gated_delta_net takes them, unless the
     initial state has its keys first. The layer sees [N, H_v, K, V]; a cache keeps strides."""
-    initial = known.get("initial_state")
+    initial = options.get("initial_state")
     if initial is None:
-        return {"state_v_first": True} if known.get("output_final_state") else {}
-    is_there = initial.dim() == 4 and initial.mT.is_contiguous()
-    return {"state_v_first": True, "initial_state": initial.mT} if is_there else {}
+        return {"state_v_first": True} if options.get("output_final_state") else {}
+    is_v_first = initial.dim() == 4 and initial.mT.is_contiguous()
+    return {"state_v_first": True, "initial_state": initial.mT} if is_v_first else {}
 
 
-def _whole_of(query, key, value) -> torch.Tensor | None:
+def _mixed_qkv_of(query, key, value) -> torch.Tensor | None:
     """The tensor [B, T, 2 H_k K + H_v V] that a layer has split, if its gradient is requested: then there is one
     gradient, instead of three that autograd has to concatenate. None without such a tensor, or under a compiler."""
     if not torch.is_grad_enabled() or not query.requires_grad or torch.compiler.is_compiling():
@@ -133,15 +135,15 @@ def _whole_of(query, key, value) -> torch.Tensor | None:
     if base is None or base.dim() != 3 or any(x.dim() != 4 or x._base is not base for x in parts):
         return None
     sizes = [x.shape[2] * x.shape[3] for x in parts]
-    for whole in (base, base.transpose(1, 2)):  # a convolution has the channels before the tokens
-        if whole.shape == (*query.shape[:2], sum(sizes)):
-            places = [part.unflatten(2, x.shape[2:]) for part, x in zip(whole.split(sizes, 2), parts, strict=True)]
-            if all(_is_same(x, y) for x, y in zip(parts, places, strict=True)):
-                return whole
+    for mixed_qkv in (base, base.transpose(1, 2)):  # a convolution has the channels before the tokens
+        if mixed_qkv.shape == (*query.shape[:2], sum(sizes)):
+            slices = [part.unflatten(2, x.shape[2:]) for part, x in zip(mixed_qkv.split(sizes, 2), parts, strict=True)]
+            if all(_is_same_view(x, y) for x, y in zip(parts, slices, strict=True)):
+                return mixed_qkv
     return None
 
 
-def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
+def _is_same_view(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
 
 
@@ -161,9 +163,9 @@ def recurrent_gated_delta_rule(query, key, value, g, beta, **kwargs):
     return o, state.mT if values_first and state is not None else state
 
 
-def causal_conv1d(own, hidden_states, weight, bias=None, activation=None, **kwargs):
-    """flash_qla.causal_conv1d under the argument names that transformers uses; `own`, the function of the layer's
-    module, where a layer has another activation or width.
+def causal_conv1d(original, hidden_states, weight, bias=None, activation=None, **kwargs):
+    """flash_qla.causal_conv1d under the argument names that transformers uses. A layer with another activation or
+    width runs `original`, the function of its module.
 
     Args:
         hidden_states: [B, D, T].
@@ -172,10 +174,10 @@ def causal_conv1d(own, hidden_states, weight, bias=None, activation=None, **kwar
     """
     dtype = hidden_states.dtype
     if activation not in ("silu", "swish", None) or not 2 <= weight.shape[-1] <= 4:
-        return own(hidden_states, weight, bias, activation=activation, **kwargs)
+        return original(hidden_states, weight, bias, activation=activation, **kwargs)
     x = hidden_states.transpose(1, 2)
-    of_autocast = _transformers_layer.autocast_dtype(x)
-    if of_autocast not in (None, weight.dtype):  # the op casts x alone
+    autocast_dtype = _transformers_layer.autocast_dtype(x)
+    if autocast_dtype not in (None, weight.dtype):  # the op casts x alone
         weight, bias = weight.float(), None if bias is None else bias.float()
     elif weight.dtype != torch.float32:
         x = x.to(weight.dtype)
@@ -293,11 +295,11 @@ def _is_gated_rms_norm(module: torch.nn.Module) -> bool:
     on_cpu = {"generator": torch.Generator().manual_seed(0), "device": "cpu", "dtype": torch.float32}
     o, z, weight = (torch.randn(shape, **on_cpu) for shape in ((2, *weight.shape), (2, *weight.shape), weight.shape))
     try:
-        own = torch.func.functional_call(module, {"weight": weight}, (o, z))
-        ours = flash_qla.gated_rms_norm(o, z, weight, eps=module.variance_epsilon, activation=activation)
+        expected = torch.func.functional_call(module, {"weight": weight}, (o, z))
+        actual = flash_qla.gated_rms_norm(o, z, weight, eps=module.variance_epsilon, activation=activation)
     except Exception:  # of any kind: the module has other arguments, or needs a GPU
         return False
-    return own.shape == ours.shape and torch.allclose(own, ours, rtol=1e-4, atol=1e-5)
+    return expected.shape == actual.shape and torch.allclose(expected, actual, rtol=1e-4, atol=1e-5)
 
 
 def _forward_of_norm(self, hidden_states, gate=None):
@@ -369,9 +371,9 @@ def _restore_layer(name: str, layer: torch.nn.Module) -> None:
                 setattr(layer, attribute, types.MethodType(original.forward, layer))
         if getattr(layer.__dict__.get("forward"), "__func__", None) is original.forward:
             del layer.__dict__["forward"]
-    for of_layer, norm in layer.named_children():
+    for child_name, norm in layer.named_children():
         if _is_switched(norm):
-            _restore_layer(f"{name}.{of_layer}", norm)
+            _restore_layer(f"{name}.{child_name}", norm)
 
 
 @functools.cache
@@ -384,9 +386,9 @@ def _switched_class(original: type, with_region: bool, /) -> type | None:  # a k
         return None
     if with_region:
         forward = _transformers_layer.with_region(forward, _is_switched, _KEYWORDS)
-    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    names |= {_ORIGINAL: original, _REGION: with_region, "forward": forward, "__reduce_ex__": _reduce}
-    return type(original)(original.__name__, (original,), names)
+    attributes = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    attributes |= {_ORIGINAL: original, _REGION: with_region, "forward": forward, "__reduce_ex__": _reduce}
+    return type(original)(original.__name__, (original,), attributes)
 
 
 def _reduce(layer: torch.nn.Module, protocol: int) -> tuple:
@@ -419,10 +421,10 @@ def _with_flash_qla(function: types.FunctionType, decorators: tuple = ()) -> typ
     if _FUNCTION in code.co_names:
         functions, renamed = function.__globals__, dict(_RENAMED)
         functions.update({_RENAMED[name]: replacement for name, replacement in _BY_FUNCTION.items()})
-        own = functions.get(_CONVOLUTION) if _CONVOLUTION in code.co_names else None
-        if getattr(own, "__module__", None) == function.__module__:  # nothing has taken its place
+        convolution = functions.get(_CONVOLUTION) if _CONVOLUTION in code.co_names else None
+        if getattr(convolution, "__module__", None) == function.__module__:  # nothing has taken its place
             renamed[_CONVOLUTION] = "flash_qla_causal_conv1d"
-            functions[renamed[_CONVOLUTION]] = functools.partial(causal_conv1d, own)
+            functions[renamed[_CONVOLUTION]] = functools.partial(causal_conv1d, convolution)
         code = code.replace(co_names=tuple(renamed.get(name, name) for name in code.co_names))
     else:
         decorators += (function,)

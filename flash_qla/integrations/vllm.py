@@ -49,30 +49,30 @@ class _RawGates(torch.Tensor):
     """The `a` of a layer in the place of g, with A_log and dt_bias. q and k are then before the l2norm, beta is `b`.
 
     fused_post_conv_prep returns it, and this module's chunk functions take it apart. Between them a layer adds a
-    dimension, and reads sizes. Anything else raises, so that no other kernel takes the numbers for gates.
+    dimension, and reads sizes. Anything else raises, so that no other kernel takes it for gates.
     """
 
     @classmethod
-    def of(cls, a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> "_RawGates":
+    def wrap(cls, a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> "_RawGates":
         x = a.as_subclass(cls)
         x.A_log, x.dt_bias = A_log, dt_bias
         return x
 
-    def taken(self) -> tuple[torch.Tensor, dict]:
+    def unwrap(self) -> tuple[torch.Tensor, dict]:
         """a, and the other arguments of flash_qla's functions."""
-        inside = {"use_gate_in_kernel": True, "A_log": self.A_log, "dt_bias": self.dt_bias}
+        options = {"use_gate_in_kernel": True, "A_log": self.A_log, "dt_bias": self.dt_bias}
         with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor), inside | {"use_beta_sigmoid_in_kernel": True}
+            return self.as_subclass(torch.Tensor), options | {"use_beta_sigmoid_in_kernel": True}
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        of = getattr(function, "__self__", None)
-        is_size = function.__name__ == "__get__" and of.__name__ in ("shape", "dtype", "device", "ndim", "is_cuda")
+        is_getter = function.__name__ == "__get__"
+        is_size = is_getter and function.__self__.__name__ in ("shape", "dtype", "device", "ndim", "is_cuda")
         with torch._C.DisableTorchFunctionSubclass():
             if is_size or function in (torch.Tensor.dim, torch.Tensor.size):
                 return function(*args, **(kwargs or {}))
             if function is torch.Tensor.unsqueeze:
-                return cls.of(function(*args, **(kwargs or {})), args[0].A_log, args[0].dt_bias)
+                return cls.wrap(function(*args, **(kwargs or {})), args[0].A_log, args[0].dt_bias)
         raise NotImplementedError(
             f"{function.__name__} of the gates that flash_qla's fused_post_conv_prep returned: they are before their "
             "activation, and only flash_qla's prefill takes them"
@@ -106,16 +106,16 @@ def causal_conv1d_fn(
     Raises:
         NotImplementedError: an argument has another value, and vLLM is not there to take the call.
     """
-    blocks = (block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx, num_computed_tokens)
+    tables = (block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx, num_computed_tokens)
     reason = not_convolved(x, weight, bias, conv_states, query_start_loc, cache_indices, activation)
-    if any(table is not None for table in blocks):
+    if any(table is not None for table in tables):
         reason = "tables of blocks are given"
     if reason is not None:
-        given = {name: table for name, table in zip(_BLOCKS, blocks, strict=False) if table is not None}
+        keywords = {name: table for name, table in zip(_BLOCKS, tables, strict=False) if table is not None}
         return _replacement.call_theirs(
             "causal_conv1d_fn", reason, x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state,
             activation, pad_slot_id, null_block_id, metadata=metadata, validate_data=validate_data,
-            **given | ({"block_size_to_align": block_size_to_align} if given else {}),
+            **keywords | ({"block_size_to_align": block_size_to_align} if keywords else {}),
         )  # fmt: skip
     return prefill_convolution(
         x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, null_block_id
@@ -149,7 +149,7 @@ def fused_post_conv_prep(
             "fused_post_conv_prep", reason, conv_output, a, b, A_log, dt_bias, num_k_heads, head_k_dim, head_v_dim,
             apply_l2norm, output_g_exp,
         )  # fmt: skip
-    return *heads_of(conv_output, num_k_heads, head_k_dim, head_v_dim), _RawGates.of(a, A_log, dt_bias), b
+    return *heads_of(conv_output, num_k_heads, head_k_dim, head_v_dim), _RawGates.wrap(a, A_log, dt_bias), b
 
 
 def chunk_gated_delta_rule(
@@ -186,29 +186,29 @@ def _prefill(
     scale=None, out=None, checkpoint_every=0, checkpoints=None,
 ):  # fmt: skip
     """o, and the final states in float32 or None. The initial states are not changed."""
-    inside = {}
+    gate_options = {}
     if isinstance(g, _RawGates):
-        g, inside = g.taken()
+        g, gate_options = g.unwrap()
         use_qk_l2norm_in_kernel = True
     if out is None and not checkpoint_every and not batch_invariant:
         return flash_qla.chunk_gated_delta_rule(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-            state_v_first=True, **inside,
+            state_v_first=True, **gate_options,
         )  # fmt: skip
     N = number_of_sequences(q, cu_seqlens)
     if initial_state is None:
         states = q.new_zeros(N, v.shape[2], v.shape[3], q.shape[3], dtype=torch.float32)
     else:
         states = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    # Checkpoints of fewer bits would round the state of a batch-invariant prefill, at places that the batch decides.
-    kept = checkpoints.float() if batch_invariant and checkpoints is not None else checkpoints
+    # Checkpoints of fewer bits would round the state of a batch-invariant prefill, at tokens that the batch decides.
+    checkpoint_buffer = checkpoints.float() if batch_invariant and checkpoints is not None else checkpoints
     o = flash_qla.prefill_gated_delta_rule(
         q, k, v, g, beta, states, torch.arange(N, dtype=torch.int32, device=q.device), scale, cu_seqlens,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, checkpoint_every=checkpoint_every, checkpoints=kept,
-        batch_invariant=batch_invariant, out=out, **inside,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, checkpoint_every=checkpoint_every,
+        checkpoints=checkpoint_buffer, batch_invariant=batch_invariant, out=out, **gate_options,
     )  # fmt: skip
-    if kept is not checkpoints:
-        checkpoints.copy_(kept)
+    if checkpoint_buffer is not checkpoints:
+        checkpoints.copy_(checkpoint_buffer)
     return o, states if output_final_state else None
 
 
