@@ -75,8 +75,8 @@ class CMakeBuild(build_ext):
     def _run(command: list) -> None:
         status = subprocess.run([str(part) for part in command]).returncode
         if status != 0:
-            what = f"the build failed, see above ({Path(command[0]).name} exited with status {status})"
-            sys.exit(f"error: {what}{toolchain.full_disk(BUILD.parent)}")
+            failure = f"the build failed, see above ({Path(command[0]).name} exited with status {status})"
+            sys.exit(f"error: {failure}{toolchain.full_disk(BUILD.parent)}")
 
 
 class Wheel(bdist_wheel):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ALIGNMENT = 16  # of code in the archive: the driver reads an ELF file in place
-# An instruction in a cubin has 16 bytes, and the kind of a byte depends on its place. PTX is text.
+# An instruction in a cubin has 16 bytes, and the kind of a byte depends on its position. PTX is text.
 CUBINS, PTX = {"lc": 0, "lp": 4, "pb": 4}, {"lc": 3, "lp": 0, "pb": 0}
 
 

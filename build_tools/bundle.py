@@ -40,15 +40,15 @@ class Bundle:
     def declare(self, name, add) -> dict[str, list[Member]]:
         """Replaces each field by the parameter that `add(name, annotation)` returns. Returns the members on the way to
         each parameter, the outermost first; the last is the field."""
-        own = Member(name, type(self).__name__)
-        found = {}
+        member = Member(name, type(self).__name__)
+        paths = {}
         for field in self._fields:
             value = getattr(self, field)
             if isinstance(value, Bundle):
-                found |= {inner: [own, *members] for inner, members in value.declare(field, add).items()}
+                paths |= {parameter: [member, *path] for parameter, path in value.declare(field, add).items()}
             else:
                 is_dtype = callable(value) and not isinstance(value, type)
                 parameter = f"{name}_{field}" if self.repeats else field
                 setattr(self, field, add(parameter, value() if is_dtype else value))
-                found[parameter] = [own, Member(field, "")]
-        return found
+                paths[parameter] = [member, Member(field, "")]
+        return paths

@@ -35,12 +35,12 @@ def functions(compiler: str, library: str) -> dict[str, tuple[str, bool]]:
     versions = defaultdict(list)
     for name, version in re.findall(r" [TWi] (\w+)@@?GLIBC_([\d.]+)$", symbols, re.MULTILINE):
         versions[name].append(parse(version))
-    found = {}
-    for name, all_of_it in sorted(versions.items()):
-        old = [version for version in all_of_it if version <= OLDEST]
+    stub_versions = {}
+    for name, available in sorted(versions.items()):
+        old = [version for version in available if version <= OLDEST]
         if old:
-            found[name] = ".".join(map(str, max(old))), max(all_of_it) > OLDEST
-    return found
+            stub_versions[name] = ".".join(map(str, max(old))), max(available) > OLDEST
+    return stub_versions
 
 
 def write_stub(compiler: str, stub: Path, versions: dict[str, str]) -> None:

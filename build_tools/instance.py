@@ -13,7 +13,7 @@ EVERY = ("sm_80", "sm_90", "sm_100", "sm_120", "compute_80")
 PORTABLE = ("sm_80", "sm_100", "sm_120", "compute_80")
 SINCE_HOPPER = ("sm_90", "sm_100", "sm_120", "compute_90")  # bulk copies that complete at a barrier
 # NVRTC compiles for these. Later architectures take the newest of this PTX: no kernel uses what they have more.
-OWN_PTX = {"sm_80": "compute_80", "sm_90": "compute_90", "sm_90a": "compute_90a"}
+PTX_OF = {"sm_80": "compute_80", "sm_90": "compute_90", "sm_90a": "compute_90a"}
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "float8": "fp8"}
 
@@ -48,11 +48,11 @@ class Instance:
     @property
     def cubins(self) -> dict[str, str]:
         """Each architecture with a cubin, and that of the PTX it is made of."""
-        found, newest = {}, ""
+        cubins, newest = {}, ""
         for architecture in self.architectures:
             if architecture.startswith("sm_"):
-                found[architecture] = newest = OWN_PTX.get(architecture, newest)
-        return found
+                cubins[architecture] = newest = PTX_OF.get(architecture, newest)
+        return cubins
 
     @property
     def measured(self) -> str:

@@ -102,13 +102,13 @@ class Builder:
 
     def _imported(self, module: str) -> list[Path]:
         """The kernel's file, and those of its package that it imports, directly or not."""
-        found, pending = {}, [module]
+        files, pending = {}, [module]
         while pending:
             name = pending.pop()
             path = self.kernels / f"{name.replace('.', '/')}.py"
-            if name in found or not path.is_file():
+            if name in files or not path.is_file():
                 continue
-            found[name] = path
+            files[name] = path
             try:
                 tree = ast.parse(path.read_text())
             except SyntaxError as error:
@@ -123,20 +123,20 @@ class Builder:
                 else:
                     continue
                 # A prefix of package.folder.module.name is the module; prefixes that are no files are skipped.
-                inside = [name.split(".")[1:] for name in names if name.startswith(f"{self.package}.")]
-                pending += [".".join(parts[:depth]) for parts in inside for depth in range(1, len(parts) + 1)]
-        return [found[name] for name in sorted(found)]
+                module_paths = [name.split(".")[1:] for name in names if name.startswith(f"{self.package}.")]
+                pending += [".".join(parts[:depth]) for parts in module_paths for depth in range(1, len(parts) + 1)]
+        return [files[name] for name in sorted(files)]
 
     def _included(self, sources: list[Path]) -> list[Path]:
         """The device headers that the sources include, directly or not. Names are relative to the kernels' folder."""
-        found, pending = {}, list(sources)
+        headers, pending = {}, list(sources)
         while pending:
             for name in re.findall(r'^#include "(.+)"$', pending.pop().read_text(), re.MULTILINE):
                 path = self.kernels / (LAYOUT if name == LAYOUT_HEADER else name)
-                if name not in found and path.is_file():
-                    found[name] = path
+                if name not in headers and path.is_file():
+                    headers[name] = path
                     pending.append(path)
-        return [found[name] for name in sorted(found)]
+        return [headers[name] for name in sorted(headers)]
 
     def codes(self, instance: Instance) -> dict[str, Path]:
         """The files with the instance's code, by architecture."""
@@ -226,12 +226,12 @@ class Builder:
         write(self.out / "registry.cpp", registry.registry(compiled, self.tilelang, CUDA_VERSION))
         instances = [item.instance for item in compiled]
         archives = self.write_archives(instances)
-        at = {file: (found.name, offset) for found in archives for file, offset in found.offsets.items()}
+        locations = {file: (packed.name, offset) for packed in archives for file, offset in packed.offsets.items()}
         functions = ""
         for instance in instances:
             record = self.record(instance)
-            places = {arch: at[path.name] for arch, path in self.codes(instance).items()}
-            functions += codegen.codes(instance, places, record["waits_for_predecessor"]) + record["launcher"] + "\n"
+            codes = {arch: locations[path.name] for arch, path in self.codes(instance).items()}
+            functions += codegen.codes(instance, codes, record["waits_for_predecessor"]) + record["launcher"] + "\n"
         write(self.out / "launchers.cpp", codegen.launchers(functions, archives))
 
     def write_archives(self, instances: list[Instance]) -> list[Archive]:
@@ -267,14 +267,14 @@ def check_uniform(compiled: list[Compiled]) -> None:
 
 
 def check_spills(compiled: list[Compiled]) -> None:
-    over = [
+    violations = [
         f"kernel {item.instance.name} spills {used.spill_bytes} bytes, its budget is {item.instance.spill_budget}"
         for item in compiled
         for arch, used in item.resources.items()
         if arch == item.instance.measured and used.spill_bytes > item.instance.spill_budget
     ]
-    if over and not is_on("FLASH_QLA_ALLOW_SPILLS"):
-        raise BuildError("\n".join(over) + "\n(FLASH_QLA_ALLOW_SPILLS=1 builds nevertheless)")
+    if violations and not is_on("FLASH_QLA_ALLOW_SPILLS"):
+        raise BuildError("\n".join(violations) + "\n(FLASH_QLA_ALLOW_SPILLS=1 builds nevertheless)")
 
 
 def check_remarks(builder: Builder, instances: list[Instance]) -> None:
@@ -288,14 +288,14 @@ HOPPER_SHARED_BYTES, SHARED_BYTES = 227 * 1024, 99 * 1024
 
 
 def check_shared(compiled: list[Compiled]) -> None:
-    over = [
-        f"kernel {item.instance.name} takes {taken} bytes of shared memory, a CTA has {most}"
+    violations = [
+        f"kernel {item.instance.name} takes {used} bytes of shared memory, a CTA has {limit}"
         for item in compiled
-        for most in [HOPPER_SHARED_BYTES if item.instance.architectures == HOPPER else SHARED_BYTES]
-        if (taken := item.shared_bytes + item.static_shared_bytes) > most
+        for limit in [HOPPER_SHARED_BYTES if item.instance.architectures == HOPPER else SHARED_BYTES]
+        if (used := item.shared_bytes + item.static_shared_bytes) > limit
     ]
-    if over:
-        raise BuildError("\n".join(over))
+    if violations:
+        raise BuildError("\n".join(violations))
 
 
 def load_instances(kernels: Path) -> list[Instance]:
@@ -351,9 +351,9 @@ def build_all(builder: Builder, instances: list[Instance]) -> list[Compiled]:
         print(f"[{done}/{total}] {instance.name}: {timing}", end="")
         for arch, used in record["resources"].items():
             shared = (record["shared_bytes"] + used["static_shared_bytes"]) / 1024
-            which = f"; {arch} " if len(record["resources"]) > 1 else ", "
+            label = f"; {arch} " if len(record["resources"]) > 1 else ", "
             print(
-                f"{which}{used['registers']} registers, {used['spill_bytes']} B spills, {shared:.0f} KB shared", end=""
+                f"{label}{used['registers']} registers, {used['spill_bytes']} B spills, {shared:.0f} KB shared", end=""
             )
         print(flush=True)
 

@@ -123,33 +123,33 @@ def lower(package: str, instance: Instance) -> Lowered:
         raise LoweringError(
             "a cluster of constant size is not supported: CLUSTER of the module makes one of the grid's x"
         )
-    if again := patches.doubled_shared_buffers(device_function):
+    if duplicates := patches.doubled_shared_buffers(device_function):
         raise LoweringError(
-            f"two shared buffers are called {again[0]}; a variable that is bound to a buffer renames it, one that is"
-            " bound to a region of it does not"
+            f"two shared buffers are called {duplicates[0]}; a variable that is bound to a buffer renames it, one that"
+            " is bound to a region of it does not"
         )
 
     # The packed call passes the device function's parameters, then the launch extents.
     names = _distinct(parameter.name for parameter in device_function.params)
-    passed = dict(zip(names, _packed_call(host_function.body, symbol), strict=False))
+    arguments = dict(zip(names, _packed_call(host_function.body, symbol), strict=False))
     # Descriptors are told apart as objects: two of the same tensor carry the same name.
     descriptors = host_function.attrs.get("tma_descriptor_args", {})
-    tensor_maps = [_tensor_map(name, descriptors[value]) for name, value in passed.items() if value in descriptors]
+    tensor_maps = [_tensor_map(name, descriptors[value]) for name, value in arguments.items() if value in descriptors]
     extents = attributes["thread_extent"]
 
     waits = "has_cuda_pdl_sync" in attributes
     early = getattr(module, "EARLY", {}) if waits else {}
-    known = [param.name for param in prim_func.params] + [x.data.name for x in prim_func.buffer_map.values()]
-    for name, what in early.items():
-        for parameter in (name, *([what.where] if what.where else [])):
-            if parameter not in known:
+    parameters = [param.name for param in prim_func.params] + [x.data.name for x in prim_func.buffer_map.values()]
+    for name, access in early.items():
+        for parameter in (name, *([access.where] if access.where else [])):
+            if parameter not in parameters:
                 raise LoweringError(f"EARLY names {parameter}, which is no parameter")
 
     return Lowered(
         source=patches.uniform_warpgroups(artifact.kernel_source),
         symbol=symbol,
         fields=_fields(prim_func, bundles, _written_tensors(device_function, names, tensor_maps)),
-        arguments=[_kernel_argument(name, value, value in descriptors) for name, value in passed.items()],
+        arguments=[_kernel_argument(name, value, value in descriptors) for name, value in arguments.items()],
         tensor_maps=tensor_maps,
         grid=[_cpp(extents.get(f"blockIdx.{axis}", 1)) for axis in "xyz"],
         block=[_constant(extents.get(f"threadIdx.{axis}", 1), "block size") for axis in "xyz"],
@@ -162,27 +162,27 @@ def lower(package: str, instance: Instance) -> Lowered:
 
 def _distinct(names: Iterable[str]) -> list[str]:
     """The names; repeated ones get the suffixes _1, _2, ..."""
-    found: list[str] = []
+    distinct: list[str] = []
     for name in names:
-        candidates = (name, *(f"{name}_{i}" for i in range(1, len(found) + 1)))
-        found.append(next(candidate for candidate in candidates if candidate not in found))
-    return found
+        candidates = (name, *(f"{name}_{i}" for i in range(1, len(distinct) + 1)))
+        distinct.append(next(candidate for candidate in candidates if candidate not in distinct))
+    return distinct
 
 
 def _packed_call(body, symbol: str) -> list:
     from tilelang import tvm
 
-    found = []
+    calls = []
 
     def visit(node):
         is_call = isinstance(node, tvm.tirx.Call) and node.op.name == "tirx.tvm_call_packed"
         if is_call and getattr(node.args[0], "value", None) == symbol:
-            found.append(list(node.args[1:]))
+            calls.append(list(node.args[1:]))
 
     tvm.tirx.stmt_functor.post_order_visit(body, visit)
-    if len(found) != 1:
-        raise LoweringError(f"{symbol} is launched {len(found)} times, expected once")
-    return found[0]
+    if len(calls) != 1:
+        raise LoweringError(f"{symbol} is launched {len(calls)} times, expected once")
+    return calls[0]
 
 
 def _fields(prim_func, bundles: dict, written: set[str]) -> list[Field]:
@@ -236,12 +236,12 @@ def _kernel_argument(name: str, value, is_descriptor: bool) -> KernelArgument:
 
 
 def _tensor_map(name: str, args) -> TensorMap:
-    function, _, dtype, rank, tensor, *rest = args
+    function, _, dtype, rank, tensor, *geometry = args
     if function.value != "__tvm_tensormap_create_tiled":
         raise LoweringError(f"TMA descriptor {name} is not tiled ({function.value})")
     rank = _constant(rank, "rank")
-    sizes, strides, box, element_strides = (rest[i * rank : (i + 1) * rank] for i in range(4))
-    interleave, swizzle, l2_promotion, oob_fill = (_constant(v, name) for v in rest[4 * rank :])
+    sizes, strides, box, element_strides = (geometry[i * rank : (i + 1) * rank] for i in range(4))
+    interleave, swizzle, l2_promotion, oob_fill = (_constant(v, name) for v in geometry[4 * rank :])
     return TensorMap(
         name=name,
         tensor=tensor.name,
@@ -268,11 +268,11 @@ def _c_type(value) -> str:
     return C_TYPES[str(value.dtype)]
 
 
-def _constant(value, what: str) -> int:
+def _constant(value, label: str) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise LoweringError(f"{what} must be a constant, got {value}") from None
+        raise LoweringError(f"{label} must be a constant, got {value}") from None
 
 
 def _cpp(expression) -> str:

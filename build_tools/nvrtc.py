@@ -90,20 +90,20 @@ class Compiler:
 
     def _create(self, text: str, name: str) -> ctypes.c_void_p:
         program = ctypes.c_void_p()
-        created = self.library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
-        self._check(created)
+        status = self.library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
+        self._check(status)
         return program
 
-    def _compile(self, program: ctypes.c_void_p, architecture: str, *more: str) -> int:
-        options = [*self.options, f"-arch={architecture}", *more]
-        given = (ctypes.c_char_p * len(options))(*map(str.encode, options))
-        return self.library.nvrtcCompileProgram(program, len(options), given)
+    def _compile(self, program: ctypes.c_void_p, architecture: str, *extra: str) -> int:
+        options = [*self.options, f"-arch={architecture}", *extra]
+        c_options = (ctypes.c_char_p * len(options))(*map(str.encode, options))
+        return self.library.nvrtcCompileProgram(program, len(options), c_options)
 
-    def _read(self, program: ctypes.c_void_p, what: str) -> bytes:
+    def _read(self, program: ctypes.c_void_p, output: str) -> bytes:
         size = ctypes.c_size_t()
-        self._check(self.library[f"nvrtcGet{what}Size"](program, ctypes.byref(size)))
+        self._check(self.library[f"nvrtcGet{output}Size"](program, ctypes.byref(size)))
         data = ctypes.create_string_buffer(size.value)
-        self._check(self.library[f"nvrtcGet{what}"](program, data))
+        self._check(self.library[f"nvrtcGet{output}"](program, data))
         return data.raw
 
     def _check(self, status: int, output: str = "") -> None:

@@ -101,15 +101,15 @@ def bundle_structs(compiled: list[Compiled]) -> str:
     """The structs of the bundles. A tensor is const unless a kernel writes it."""
     structs: dict[str, dict[str, str]] = {}
     for item in compiled:
-        of_item: dict[str, dict[str, str]] = {}
+        item_structs: dict[str, dict[str, str]] = {}
         for field in item.fields:
             for (_, struct), (name, c_type) in pairwise(field.members):
-                of_item.setdefault(struct, {})[name] = c_type
-        for struct, members in of_item.items():
-            known = structs.setdefault(struct, members)
-            if list(known) != list(members):
-                raise ValueError(f"{item.instance.name} has other fields in {struct}: {list(members)}, {list(known)}")
-            known |= {name: c_type for name, c_type in members.items() if c_type == "void*"}
+                item_structs.setdefault(struct, {})[name] = c_type
+        for struct, members in item_structs.items():
+            shared = structs.setdefault(struct, members)
+            if list(shared) != list(members):
+                raise ValueError(f"{item.instance.name} has other fields in {struct}: {list(members)}, {list(shared)}")
+            shared |= {name: c_type for name, c_type in members.items() if c_type == "void*"}
 
     def depth(struct):
         return 1 + max(depth(c_type) for c_type in structs[struct].values()) if struct in structs else 0
@@ -126,8 +126,8 @@ def by_kernel(compiled: list[Compiled]) -> dict[str, list[Compiled]]:
 
 def key_dims(compiled: list[Compiled]) -> list[int]:
     """The values of K that kernels are compiled for. All kernels with keys have the same."""
-    params = [item.instance.params for item in compiled]
-    return sorted({each["K"] for each in params if "K" in each})
+    all_params = [item.instance.params for item in compiled]
+    return sorted({params["K"] for params in all_params if "K" in params})
 
 
 def header(compiled: list[Compiled]) -> str:
@@ -167,8 +167,8 @@ inline constexpr std::array<int64_t, {len(key_dims(compiled))}> kKeyDims = {{{di
 
 
 def _architectures(camel: str, variants: list[Compiled]) -> str:
-    every = (arch for item in variants for arch in item.instance.architectures)
-    names = ", ".join(f'"{arch}"' for arch in dict.fromkeys(every))
+    architectures = (arch for item in variants for arch in item.instance.architectures)
+    names = ", ".join(f'"{arch}"' for arch in dict.fromkeys(architectures))
     return f"inline constexpr std::array k{camel}Architectures = {{{names}}};\n"
 
 
@@ -255,14 +255,14 @@ void {kernel}(const {camel}Args& args, const {camel}Params&, cudaStream_t stream
     branches = ""
     for variant in variants:
         branches += f"  if {_test(variant.instance)} return launch_{variant.instance.name}(args, stream);\n"
-    asked = "".join(
+    requested = "".join(
         f' << " {key}=" << ' + (f"name_of(params.{key})" if isinstance(value, str) else f"params.{key}")
         for key, value in variants[0].instance.params.items()
     )
     return f"""{declarations}
 void {kernel}(const {camel}Args& args, const {camel}Params& params, cudaStream_t stream) {{
 {branches}  std::ostringstream text;
-  text << std::boolalpha << "flash_qla: kernel {kernel} was not compiled for"{asked}
+  text << std::boolalpha << "flash_qla: kernel {kernel} was not compiled for"{requested}
        << "; compiled: {", ".join(names)}";
   throw std::runtime_error(text.str());
 }}

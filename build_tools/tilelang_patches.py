@@ -80,8 +80,8 @@ Until: kernels compile without this folder.
 
 
 @contextlib.contextmanager
-def _without_pass(where, name: str):
-    with mock.patch.object(where, name, lambda: lambda mod: mod):
+def _without_pass(namespace, name: str):
+    with mock.patch.object(namespace, name, lambda: lambda mod: mod):
         yield
 
 
@@ -95,20 +95,20 @@ def bundles_as_parameters():
     """
     from tilelang.language.eager.builder import Builder
 
-    found: dict[str, list[Member]] = {}
+    paths: dict[str, list[Member]] = {}
     add = Builder.prim_func_arg
 
     def add_all(builder, name, value):
         if not isinstance(value, Bundle):
             return add(builder, name, value)
         fields = value.declare(name, lambda field, annotation: add(builder, field, annotation))
-        if again := found.keys() & fields:
-            raise ValueError(f"{', '.join(sorted(again))} are fields of two bundles of a kernel")
-        found.update(fields)
+        if duplicates := paths.keys() & fields:
+            raise ValueError(f"{', '.join(sorted(duplicates))} are fields of two bundles of a kernel")
+        paths.update(fields)
         return value
 
     with mock.patch.object(Builder, "prim_func_arg", add_all):
-        yield found
+        yield paths
 
 
 def no_negative_indices():

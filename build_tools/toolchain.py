@@ -55,17 +55,17 @@ class Toolkit:
 
 
 def find_toolkit() -> Toolkit:
-    wrong = []
+    mismatches = []
     for package, version in CUDA_PACKAGES.items():
         try:
-            found = importlib.metadata.version(package)
+            installed = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found = "none"
-        if found != version:
-            wrong.append(f"{package} {version} (found {found})")
-    if wrong:
+            installed = "none"
+        if installed != version:
+            mismatches.append(f"{package} {version} (found {installed})")
+    if mismatches:
         packages = " ".join(f"{package}=={version}" for package, version in CUDA_PACKAGES.items())
-        raise BuildError(f"the kernels' compiler is missing: {', '.join(wrong)}. pip install {packages}")
+        raise BuildError(f"the kernels' compiler is missing: {', '.join(mismatches)}. pip install {packages}")
     nvrtc, nvcc, runtime, cccl = (
         Path(importlib.metadata.distribution(package).locate_file(f"nvidia/{folder}"))
         for package, folder in CUDA_FOLDERS.items()
@@ -82,16 +82,18 @@ def find_toolkit() -> Toolkit:
 def find_compiler() -> Path:
     """The C++ compiler of the host code: $CXX, or CMake's default."""
     name = os.environ.get("CXX")
-    found = shutil.which(name) if name else shutil.which("c++") or shutil.which("g++")
-    what = f"CXX is {name!r}, which is no program" if name else "no C++ compiler found, neither c++ nor g++ is on PATH"
-    if found:
-        command = [found, "-E", "-P", "-x", "c++", "-"]
+    path = shutil.which(name) if name else shutil.which("c++") or shutil.which("g++")
+    problem = (
+        f"CXX is {name!r}, which is no program" if name else "no C++ compiler found, neither c++ nor g++ is on PATH"
+    )
+    if path:
+        command = [path, "-E", "-P", "-x", "c++", "-"]
         result = subprocess.run(command, input="__clang_major__ __GNUC__", capture_output=True, text=True)
         clang, gxx = (result.stdout.split() or ["", ""])[-2:]
         if clang.isdecimal() or (gxx.isdecimal() and int(gxx) >= MINIMUM_GXX):
-            return Path(found)
-        what = f"{found} is g++ {gxx}, too old" if gxx.isdecimal() else f"{found} does not run"
-    raise BuildError(f"{what}: g++ {MINIMUM_GXX} or newer is needed. Install it, or set CXX to it")
+            return Path(path)
+        problem = f"{path} is g++ {gxx}, too old" if gxx.isdecimal() else f"{path} does not run"
+    raise BuildError(f"{problem}: g++ {MINIMUM_GXX} or newer is needed. Install it, or set CXX to it")
 
 
 def check_tilelang() -> str:

@@ -53,17 +53,17 @@ def plain_docstring(app, what, name, obj, options, lines):
     """Docstrings are plain text: what reStructuredText would take for markup is not, indented lines behind a blank one
     are formulas or code, and results that have names are listed like arguments."""
     literal = blank = section = False
-    found = []
+    markup = []
     for line in lines:
         indented = line.startswith(" ")
         if line and not indented:
             literal, section = False, section or SECTION.fullmatch(line) is not None
         elif indented and blank and not literal and not section:
-            found += ["::", ""]
+            markup += ["::", ""]
             literal = True
-        found.append(line if literal else re.sub(r"([\\*`|_])", r"\\\1", line))
+        markup.append(line if literal else re.sub(r"([\\*`|_])", r"\\\1", line))
         blank = not line
-    text = "\n".join(found)
+    text = "\n".join(markup)
     lines[:] = re.sub(r"^Returns:(?=\n +[\w, \\]+: )", "Results:", text, flags=re.MULTILINE).split("\n")
 
 
@@ -98,7 +98,7 @@ class OpSchemas(Directive):
     """Lists every op of torch.ops.flash_qla: a heading, and its schema with one argument a line."""
 
     def run(self):
-        found = []
+        sections = []
         for schema in sorted(torch._C._jit_get_all_schemas(), key=lambda schema: schema.name):
             if schema.name.startswith("flash_qla::"):
                 name = schema.name.removeprefix("flash_qla::")
@@ -108,8 +108,8 @@ class OpSchemas(Directive):
                 text = "\n".join(lines)
                 section = nodes.section(ids=[name.replace("_", "-")])
                 section += [nodes.title(text=name), nodes.literal_block(text, text, language="text")]
-                found.append(section)
-        return found
+                sections.append(section)
+        return sections
 
 
 class Formula(Directive):

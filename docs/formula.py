@@ -42,15 +42,15 @@ def _is_word(token: str) -> bool:
 
 def _terms(tokens: list[str], end: str | None = None) -> str:
     """The terms before the token `end`; takes them off the tokens. A word has space beside other names."""
-    found, previous = "", ""
+    terms, previous = "", ""
     while tokens and tokens[0] != end:
         token = tokens[0]
         is_beside_word = _is_word(token) and (previous.isalpha() or previous == "(")
         if is_beside_word or (_is_word(previous) and token.isalpha()):
-            found += '<mspace width="0.2em"/>'
-        found += _term(tokens)
+            terms += '<mspace width="0.2em"/>'
+        terms += _term(tokens)
         previous = token
-    return found
+    return terms
 
 
 def _term(tokens: list[str]) -> str:

@@ -54,7 +54,7 @@ KERNELS = {
 }
 
 
-def case_of(options: argparse.Namespace, more: dict):
+def case_of(options: argparse.Namespace, defaults: dict):
     import torch
     from cases import ALL_INSIDE, Case
 
@@ -62,8 +62,8 @@ def case_of(options: argparse.Namespace, more: dict):
     fields = {"B": int(B), "T": int(T)} if T else {"lengths": tuple(map(int, options.shape.split("+")))}
     for names, text in ((("H_k", "H_v"), options.heads), (("K", "V"), options.head_dims)):
         fields |= zip(names, map(int, text.split("x")), strict=True) if text else {}
-    inside = (L2NORM if options.l2norm else {}) | (ALL_INSIDE if options.activations else {})
-    return Case(**more | inside | fields, dtype=getattr(torch, options.dtype), gate="logsigmoid")
+    flags = (L2NORM if options.l2norm else {}) | (ALL_INSIDE if options.activations else {})
+    return Case(**defaults | flags | fields, dtype=getattr(torch, options.dtype), gate="logsigmoid")
 
 
 def check(call: str, case, mode: dict) -> list[str]:
@@ -77,8 +77,8 @@ def check(call: str, case, mode: dict) -> list[str]:
     from begin_finish import run_begin_finish
 
     if call == "norm":  # raises an error
-        of_norm = test_norm.Case((*cases.shapes(case)[:2], case.H_v, case.V), case.dtype)
-        test_norm.check(of_norm, test_norm.make(of_norm, "cuda"))
+        norm_case = test_norm.Case((*cases.shapes(case)[:2], case.H_v, case.V), case.dtype)
+        test_norm.check(norm_case, test_norm.make(norm_case, "cuda"))
         return ["y and the gradients are within their bars"]
     if call == "convolution":
         fields = {name: getattr(case, name) for name in ("B", "T", "lengths", "dtype")}
@@ -94,8 +94,8 @@ def check(call: str, case, mode: dict) -> list[str]:
         return [f"{name:12} {ratio:.2f} of its bar" for name, ratio in ratios.items()]
     inputs, gradients = cases.make_inputs(case, "cuda"), cases.make_gradients(case, "cuda")
     kernels = "portable" if call.startswith("portable") else None
-    in_mode = cases.backward_mode if call.endswith("backward") else cases.forward_mode
-    with cases.forced_dispatch(kernels=kernels), in_mode(**mode):
+    forced_mode = cases.backward_mode if call.endswith("backward") else cases.forward_mode
+    with cases.forced_dispatch(kernels=kernels), forced_mode(**mode):
         if call.endswith("backward"):
             outputs = cases.run_autograd(inputs, **gradients)
         elif call == "ranks":
@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--activations", action="store_true", help="pre-activation gates and betas")
     parser.add_argument("--mode", nargs="+", metavar="FIELD=N", help="of flash_qla.testing.forced_dispatch")
     options = parser.parse_args()
-    which, mode, more = KERNELS[options.kernel]
+    call, mode, fields = KERNELS[options.kernel]
     if options.mode is not None:
         mode = {name: int(value) for name, value in (field.split("=") for field in options.mode)}
     command = [sys.executable, ROOT / "emulator/build.py", ROOT / "build/emulator"]
@@ -133,7 +133,7 @@ def main() -> int:
 
         plugin.pytest_configure()
         with plugin.OnTheCpu():
-            lines = check(which, case_of(options, more), mode)
+            lines = check(call, case_of(options, fields), mode)
         launched = [line.split() for line in launches]
     for _, name, grid, seconds in launched:
         print(f"{name:60} {grid:>12} CTAs {float(seconds):8.2f} s")

@@ -45,7 +45,7 @@ def without_cuda(path: Path) -> str:
 
 def launch_of(path: Path, parameters: list[str]) -> str:
     """The kernel's emulator::launches::Kernel, from the comment of codegen.py in the source's first line."""
-    about = json.loads(path.read_text().partition("\n")[0].partition(": ")[2])
+    metadata = json.loads(path.read_text().partition("\n")[0].partition(": ")[2])
     names = [parameter.split()[-1] for parameter in parameters]
     tensors = [
         (re.sub(r"_desc\w*$", "", name), i, "CUtensorMap" in parameters[i])
@@ -54,10 +54,10 @@ def launch_of(path: Path, parameters: list[str]) -> str:
     ]
     early = [
         (name, kernels, -1 if where is None else names.index(where))
-        for name, (kernels, where) in about["early"].items()
+        for name, (kernels, where) in metadata["early"].items()
         if name in {tensor for tensor, _, _ in tensors}
     ]
-    return initializer([about["kernel"], tensors, early])
+    return initializer([metadata["kernel"], tensors, early])
 
 
 def initializer(value) -> str:
@@ -116,16 +116,16 @@ class Compiler:
 
     def _make(self, target: Path, command: list[str]) -> Path:
         record, headers = target.with_suffix(".sha256"), target.with_suffix(".d")
-        made = [target, record, headers]
-        if not (all(path.is_file() for path in made) and record.read_text() == self._made_of(command, headers)):
+        outputs = [target, record, headers]
+        if not (all(path.is_file() for path in outputs) and record.read_text() == self._fingerprint(command, headers)):
             target.parent.mkdir(parents=True, exist_ok=True)
-            for path in made:  # they may be linked to those of another tree
+            for path in outputs:  # they may be linked to those of another tree
                 path.unlink(missing_ok=True)
             subprocess.run([*command, "-MMD", "-MF", headers, "-o", target], cwd=self.root, check=True)
-            record.write_text(self._made_of(command, headers))
+            record.write_text(self._fingerprint(command, headers))
         return target
 
-    def _made_of(self, command: list[str], headers: Path) -> str:
+    def _fingerprint(self, command: list[str], headers: Path) -> str:
         """A hash of the command, of its precompiled headers, and of the tree's files that the compiler has listed in
         `headers`."""
         digest = hashlib.sha256("\0".join(command).encode())
@@ -140,26 +140,27 @@ class Compiler:
 def sources(compiler: Compiler, races: bool) -> list[tuple]:
     """All sources of the library, each with its options."""
     registry, launchers = KERNELS / "registry.cpp", KERNELS / "launchers.cpp"
-    seen = ("-fsanitize=alignment", "-fno-sanitize-recover=alignment")
+    sanitizers = ("-fsanitize=alignment", "-fno-sanitize-recover=alignment")
     if races:
-        seen = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0", "-g1")
+        sanitizers = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0", "-g1")
     names = sorted(set(re.findall(r"\blaunch_(\w+)", registry.read_text())))
     kernels = [write(compiler.out / "kernels" / f"{name}.cpp", without_cuda(KERNELS / f"{name}.cu")) for name in names]
-    of_kernels, of_host = compiler.precompile("emulator.h", "-O2", *seen), compiler.precompile("torch.h", "-O1")
-    as_gpu = (*of_host, "-include", "host.h")
-    found = [(path, *of_kernels) for path in kernels]
-    found += [(registry, "-O1"), (launchers, "-O1", f"-Wa,-I{KERNELS.relative_to(ROOT)}")]
-    found += [(HERE / name, "-O3", "-march=native") for name in ("emulator.cpp", "launches.cpp", "races.cpp")]
-    found += [(path, *of_host) for folder in ("csrc", "csrc/cpu") for path in (ROOT / folder).glob("*.cpp")]
-    found += [(path, *as_gpu) for path in (ROOT / "csrc/gpu").rglob("*.cpp")]
-    for_gpu = [ROOT / "csrc" / name for name in ("call.cpp", "norm.cpp")]  # what they do depends on the device
-    for path in (*for_gpu, ROOT / "csrc/ops.cpp"):
-        found.remove((path, *of_host))
-    of_ranks = ("begin_forward", "finish_forward", "begin_backward", "replay_backward", "finish_backward")
-    passes = ("forward", "backward", *of_ranks, "prefill", "decode", "decode_buffered", "decode_region")
+    kernel_options = compiler.precompile("emulator.h", "-O2", *sanitizers)
+    host_options = compiler.precompile("torch.h", "-O1")
+    gpu_options = (*host_options, "-include", "host.h")
+    entries = [(path, *kernel_options) for path in kernels]
+    entries += [(registry, "-O1"), (launchers, "-O1", f"-Wa,-I{KERNELS.relative_to(ROOT)}")]
+    entries += [(HERE / name, "-O3", "-march=native") for name in ("emulator.cpp", "launches.cpp", "races.cpp")]
+    entries += [(path, *host_options) for folder in ("csrc", "csrc/cpu") for path in (ROOT / folder).glob("*.cpp")]
+    entries += [(path, *gpu_options) for path in (ROOT / "csrc/gpu").rglob("*.cpp")]
+    dispatchers = [ROOT / "csrc" / name for name in ("call.cpp", "norm.cpp")]  # what they do depends on the device
+    for path in (*dispatchers, ROOT / "csrc/ops.cpp"):
+        entries.remove((path, *host_options))
+    cp_passes = ("begin_forward", "finish_forward", "begin_backward", "replay_backward", "finish_backward")
+    passes = ("forward", "backward", *cp_passes, "prefill", "decode", "decode_buffered", "decode_region")
     passes += ("convolve", "store_windows", "convolve_backward", "gated_rms_norm", "gated_rms_norm_backward")
     renamed = [f"-D{name}_cpu={name}_cuda" for name in passes]
-    return [*found, *((path, *as_gpu) for path in for_gpu), (ROOT / "csrc/ops.cpp", *of_host, *renamed)]
+    return [*entries, *((path, *gpu_options) for path in dispatchers), (ROOT / "csrc/ops.cpp", *host_options, *renamed)]
 
 
 def build(out: Path, races: bool = False) -> Path:

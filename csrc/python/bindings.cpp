@@ -21,11 +21,11 @@ namespace {
 
 // The values of a record, in the order of __match_args__.
 py::tuple values(const py::object& record) {
-  py::list found;
+  py::list fields;
   for (const py::handle name : record.attr("__match_args__")) {
-    found.append(record.attr(name));
+    fields.append(record.attr(name));
   }
-  return py::tuple(found);
+  return py::tuple(fields);
 }
 
 py::str represent(const py::object& record) {
@@ -59,7 +59,7 @@ class Record : py::class_<Struct, Base...> {
     return add(name);
   }
   template <typename Make, typename... Arguments>
-  Record& made_by(Make make, const Arguments&... arguments) {
+  Record& constructor(Make make, const Arguments&... arguments) {
     this->def(py::init(make), py::kw_only(), arguments...);
     return *this;
   }
@@ -87,9 +87,9 @@ template <typename Item>
 py::typing::List<Item> list_of(const Item* (*get)(int64_t*) noexcept) {
   int64_t count = 0;
   const Item* items = get(&count);
-  py::list found;
-  std::for_each_n(items, count, [&](const Item& item) { found.append(item); });
-  return found;
+  py::list list;
+  std::for_each_n(items, count, [&](const Item& item) { list.append(item); });
+  return list;
 }
 
 using Params = py::typing::Dict<py::str, py::typing::Union<py::str, py::int_, py::bool_>>;
@@ -104,14 +104,14 @@ py::object value_of(std::string_view text) {
 
 // "key=value key=value"
 Params params_of(const KernelInfo& kernel) {
-  py::dict found;
+  py::dict params;
   for (std::string_view rest = kernel.params; !rest.empty();) {
     const std::string_view pair = rest.substr(0, rest.find(' '));
     const size_t sign = pair.find('=');
-    found[py::str(pair.substr(0, sign))] = value_of(pair.substr(sign + 1));
+    params[py::str(pair.substr(0, sign))] = value_of(pair.substr(sign + 1));
     rest.remove_prefix(std::min(pair.size() + 1, rest.size()));
   }
-  return found;
+  return params;
 }
 
 // Sets the fields to the values.
@@ -121,16 +121,16 @@ void assign(Direction& shape, const std::tuple<Fields...>& fields, typename Fiel
 }
 
 // A function of a shape's fields (gpu/shape.h): the sizes, then the options by keyword.
-template <typename Direction, typename Found, typename... Sizes, typename... Options>
-void add_question(py::module_& module, const char* name, const char* (*ask)(const Direction*, Found*) noexcept,
+template <typename Direction, typename Result, typename... Sizes, typename... Options>
+void add_question(py::module_& module, const char* name, const char* (*ask)(const Direction*, Result*) noexcept,
                   const std::tuple<Sizes...>& sizes, const std::tuple<Options...>& options, const char* doc) {
-  const auto answer = [ask](typename Sizes::Type... of_sizes, typename Options::Type... of_options) {
+  const auto answer = [ask](typename Sizes::Type... size_values, typename Options::Type... option_values) {
     Direction shape;
-    assign(shape, Direction::sizes(), of_sizes...);
-    assign(shape, Direction::options(), of_options...);
-    Found found;
-    raise(ask(&shape, &found));
-    return found;
+    assign(shape, Direction::sizes(), size_values...);
+    assign(shape, Direction::options(), option_values...);
+    Result result;
+    raise(ask(&shape, &result));
+    return result;
   };
   Direction defaults;
   const auto define = [&](const Sizes&... size, const Options&... option) {
@@ -140,17 +140,17 @@ void add_question(py::module_& module, const char* name, const char* (*ask)(cons
 }
 
 template <int Card::* kField>
-int of_card(const GpuInfo& gpu) {
+int card_field(const GpuInfo& gpu) {
   return gpu.card.*kField;
 }
 
 // Options of the dispatch questions for each named card.
 std::map<std::string, std::map<std::string, int>> cards() {
-  std::map<std::string, std::map<std::string, int>> found;
+  std::map<std::string, std::map<std::string, int>> figures;
   for (const auto& [name, card] : kCards) {
-    found[name] = {{"sm_count", card.sm_count}, {"sm_mhz", card.sm_mhz}, {"memory_gb_s", card.memory_gb_s}};
+    figures[name] = {{"sm_count", card.sm_count}, {"sm_mhz", card.sm_mhz}, {"memory_gb_s", card.memory_gb_s}};
   }
-  return found;
+  return figures;
 }
 
 void add_classes(py::module_& module) {
@@ -178,9 +178,9 @@ void add_classes(py::module_& module) {
       .field("name", &GpuInfo::name, "The driver's name of the GPU.")
       .field("major", &GpuInfo::major, "Major number of the compute capability.")
       .field("minor", &GpuInfo::minor, "Minor number of the compute capability.")
-      .field("sm_count", of_card<&Card::sm_count>, "Streaming multiprocessors.")
-      .field("sm_mhz", of_card<&Card::sm_mhz>, "Highest clock of an SM, MHz.")
-      .field("memory_gb_s", of_card<&Card::memory_gb_s>, "Peak rate of the memory, GB/s.");
+      .field("sm_count", card_field<&Card::sm_count>, "Streaming multiprocessors.")
+      .field("sm_mhz", card_field<&Card::sm_mhz>, "Highest clock of an SM, MHz.")
+      .field("memory_gb_s", card_field<&Card::memory_gb_s>, "Peak rate of the memory, GB/s.");
 
   Record<Dispatch>(module, "Dispatch", "What a call launches, in both directions.")
       .field("segment_chunks", &Dispatch::segment_chunks, "Chunks per segment; 0: whole sequences.")
@@ -211,9 +211,10 @@ void add_classes(py::module_& module) {
       .field("cut_above", &Override::cut_above,
              "With segments: the device cuts no sequence if none has more chunks. 0: each sequence longer than a "
              "segment is cut.")
-      .made_by([](int64_t value_tile, int64_t segment_chunks, int64_t fused,
-                  int64_t cut_above) { return Override{value_tile, segment_chunks, fused, cut_above}; },
-               strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("cut_above") = 0);
+      .constructor([](int64_t value_tile, int64_t segment_chunks, int64_t fused,
+                      int64_t cut_above) { return Override{value_tile, segment_chunks, fused, cut_above}; },
+                   strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1,
+                   strict("cut_above") = 0);
 }
 
 void add_functions(py::module_& module) {
