@@ -31,11 +31,11 @@ class Checker {
   // Checks the elements of the live rows; of every row without `live`.
   void check(const char* name, const Tensor& tensor, Allowed allowed, const std::vector<bool>& live = {}) const {
     const Tensor readable = on_cpu(tensor);
-    const cpu::Floats numbers = floats_of(readable);
+    const cpu::Floats elements = floats_of(readable);
     const int64_t count = tensor.numel();
     const int64_t rows = live.empty() ? 1 : static_cast<int64_t>(live.size());
     for (int64_t i = 0; i < count; ++i) {
-      const auto x = numbers.get<double>(i);
+      const auto x = elements.get<double>(i);
       if (!is_allowed(x, allowed) && (live.empty() || live[i / (count / rows)])) [[unlikely]] {
         refuse(name, tensor, i, x, allowed);
       }

@@ -54,14 +54,14 @@ template <typename Direction, typename Record>
 int64_t workspace_bytes(const char* (*ask)(const Direction*, Record*) noexcept, int64_t count, const char* const* names,
                         const int64_t* values) noexcept {
   Direction shape{};
-  Record found{};
+  Record dispatch{};
   const char* const error = error_of([&] {
     for (int64_t i = 0; i < count; ++i) {
       set(shape, names[i], values[i]);
     }
     shape.over_ranks = true;
   });
-  return error == nullptr && ask(&shape, &found) == nullptr ? found.workspace_bytes : -1;
+  return error == nullptr && ask(&shape, &dispatch) == nullptr ? dispatch.workspace_bytes : -1;
 }
 
 void require(bool holds, const std::string& function, const char* name, int64_t value, const char* expected) {
@@ -116,11 +116,11 @@ bool flash_qla_runs_on(const char* architecture, int major, int minor) noexcept 
 int flash_qla_driver_cuda_version() noexcept { return driver_cuda_version(); }
 
 const GpuInfo* flash_qla_gpus(int64_t* count) noexcept {
-  thread_local std::vector<Gpu> found;
+  thread_local std::vector<Gpu> visible;
   thread_local std::vector<GpuInfo> plain;
-  found = gpus();
+  visible = gpus();
   plain.clear();
-  for (const Gpu& gpu : found) {
+  for (const Gpu& gpu : visible) {
     plain.push_back({gpu.name.c_str(), gpu.major, gpu.minor, gpu.card});
   }
   *count = static_cast<int64_t>(plain.size());

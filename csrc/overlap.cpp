@@ -177,12 +177,12 @@ bool are_sliding(const Tensor& windows) {
   return windows.dim() == 4 && windows.size(1) > 1 && windows.size(3) > 1 && windows.stride(1) == windows.stride(3);
 }
 
-void check_overlap(const char* op, std::span<const TensorArgument> given) {
+void check_overlap(const char* op, std::span<const TensorArgument> tensors) {
   std::array<Range, kMostArguments> ranges;
-  check(given.size() <= kMostArguments, op, given.size(), " arguments, expected at most ", kMostArguments);
+  check(tensors.size() <= kMostArguments, op, tensors.size(), " arguments, expected at most ", kMostArguments);
   std::array<TensorArgument, kMostArguments> copies;
-  std::ranges::copy(given, copies.begin());
-  const std::span<TensorArgument> arguments(copies.data(), given.size());
+  std::ranges::copy(tensors, copies.begin());
+  const std::span<TensorArgument> arguments(copies.data(), tensors.size());
   std::optional<Tensor> joined;
   for (TensorArgument& argument : arguments) {
     if (argument.name == "intermediate_windows" && argument.tensor && are_sliding(*argument.tensor)) {

@@ -20,10 +20,10 @@ void check_tables(const char* op, const PoolArguments& pool, int64_t N, const Te
   }
   check(pool.checkpoint_every >= 0, op, "checkpoint_every is ", pool.checkpoint_every, ", expected at least 0");
   const bool some = pool.checkpoint_every > 0;
-  const int given = pool.checkpoint_indices.has_value() + pool.checkpoints.has_value();
-  check(some || given == 0, op, "checkpoint_indices or ", checkpoints,
+  const int destinations = pool.checkpoint_indices.has_value() + pool.checkpoints.has_value();
+  check(some || destinations == 0, op, "checkpoint_indices or ", checkpoints,
         " is a tensor, expected None without checkpoint_every");
-  check(!some || given == 1, op, "checkpoint_every is ", pool.checkpoint_every, " with ", given,
+  check(!some || destinations == 1, op, "checkpoint_every is ", pool.checkpoint_every, " with ", destinations,
         " of checkpoint_indices and ", checkpoints, ", expected one of them");
   if (pool.checkpoint_indices) {
     check_device(op, "checkpoint_indices", *pool.checkpoint_indices, q, first);

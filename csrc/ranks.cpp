@@ -7,8 +7,8 @@ namespace flash_qla {
 
 namespace {
 
-void check_made(const Call& call, const char* name, const Tensor& tensor, ScalarType dtype,
-                torch::headeronly::IntHeaderOnlyArrayRef shape) {
+void check_from_begin(const Call& call, const char* name, const Tensor& tensor, ScalarType dtype,
+                      torch::headeronly::IntHeaderOnlyArrayRef shape) {
   check_device(call.op, name, tensor, call.q);
   check(has_dtype(tensor, dtype) && tensor.is_contiguous(), call.op, name, " has dtype ", dtype_string(tensor),
         tensor.is_contiguous() ? "" : " and is not contiguous", ", expected a contiguous ", dtype_string(dtype),
@@ -21,21 +21,21 @@ void check_made(const Call& call, const char* name, const Tensor& tensor, Scalar
 }  // namespace
 
 void check_workspace(const Call& call) {
-  check_made(call, "workspace", *call.workspace, ScalarType::Byte, {call.workspace->numel()});
+  check_from_begin(call, "workspace", *call.workspace, ScalarType::Byte, {call.workspace->numel()});
 }
 
 void check_begun(const Call& c, const ForwardOutputs& out) {
   check_workspace(c);
-  check_made(c, "o", out.o, c.dtype, {c.B, c.T, c.H_v, c.V});
+  check_from_begin(c, "o", out.o, c.dtype, {c.B, c.T, c.H_v, c.V});
 }
 
 void check_begun(const BackwardCall& c, const BackwardOutputs& out) {
   check_workspace(c);
-  check_made(c, "dq", out.dq, c.dtype, {c.B, c.T, c.H_k, c.K});
-  check_made(c, "dk", out.dk, c.dtype, {c.B, c.T, c.H_k, c.K});
-  check_made(c, "dv", out.dv, c.dtype, {c.B, c.T, c.H_v, c.V});
-  check_made(c, "db", out.db, c.beta_dtype, {c.B, c.T, c.H_v});
-  check_made(c, "dg", out.dg, c.use_gate ? c.g_raw->scalar_type() : c.compute_dtype, {c.B, c.T, c.H_v});
+  check_from_begin(c, "dq", out.dq, c.dtype, {c.B, c.T, c.H_k, c.K});
+  check_from_begin(c, "dk", out.dk, c.dtype, {c.B, c.T, c.H_k, c.K});
+  check_from_begin(c, "dv", out.dv, c.dtype, {c.B, c.T, c.H_v, c.V});
+  check_from_begin(c, "db", out.db, c.beta_dtype, {c.B, c.T, c.H_v});
+  check_from_begin(c, "dg", out.dg, c.use_gate ? c.g_raw->scalar_type() : c.compute_dtype, {c.B, c.T, c.H_v});
 }
 
 Tensor allocate_maps(const Call& call) {

@@ -121,18 +121,22 @@ struct Taken<std::optional<T>> {
   }
 };
 
-inline const torch::stable::Tensor* given(const torch::stable::Tensor& x) { return x.defined() ? &x : nullptr; }
-inline const torch::stable::Tensor* given(const std::optional<torch::stable::Tensor>& x) { return x ? &*x : nullptr; }
-inline const torch::stable::Tensor* given(const auto&) { return nullptr; }  // no tensor
+inline const torch::stable::Tensor* tensor_or_null(const torch::stable::Tensor& x) {
+  return x.defined() ? &x : nullptr;
+}
+inline const torch::stable::Tensor* tensor_or_null(const std::optional<torch::stable::Tensor>& x) {
+  return x ? &*x : nullptr;
+}
+inline const torch::stable::Tensor* tensor_or_null(const auto&) { return nullptr; }  // no tensor
 
-// The place of a name among a record's fields; their number if it is not there.
+// The index of a name among a record's fields; their number if it is not there.
 template <typename Record>
-consteval size_t place_of(std::string_view name) {
+consteval size_t field_index(std::string_view name) {
   return std::apply(
       [&](const auto&... fields) {
-        size_t place = 0;
-        (void)((fields.name == name || (++place, false)) || ...);
-        return place;
+        size_t index = 0;
+        (void)((fields.name == name || (++index, false)) || ...);
+        return index;
       },
       kFields<Record>);
 }
@@ -141,16 +145,16 @@ consteval size_t place_of(std::string_view name) {
 template <typename S, size_t kArgument, typename Record, typename... Records>
 const torch::stable::Tensor* take_argument(StableIValue value, Record& record, Records&... records) {
   constexpr SchemaArgument argument = S::kArguments[kArgument];
-  constexpr size_t place = place_of<Record>(argument.name);
-  if constexpr (place == std::tuple_size_v<std::remove_cvref_t<decltype(kFields<Record>)>>) {
+  constexpr size_t index = field_index<Record>(argument.name);
+  if constexpr (index == std::tuple_size_v<std::remove_cvref_t<decltype(kFields<Record>)>>) {
     static_assert(sizeof...(Records) > 0, "no record has a field with the name of this argument");
     return take_argument<S, kArgument>(value, records...);
   } else {
-    auto& member = record.*std::get<place>(kFields<Record>).member;
+    auto& member = record.*std::get<index>(kFields<Record>).member;
     using Member = std::remove_reference_t<decltype(member)>;
     static_assert(Takes<Member>::from(argument.type), "the field has another type than the argument");
     member = Taken<Member>::from(value, is_optional(argument.type));
-    return given(member);
+    return tensor_or_null(member);
   }
 }
 

@@ -110,9 +110,9 @@ double element_bytes(ScalarType dtype) {
 }
 
 void replace_by_copy(const char* op, Tensor& tensor, ScalarType dtype) {
-  Tensor made = new_empty(op, tensor, tensor.sizes(), dtype);
-  copy(made, tensor);
-  tensor = std::move(made);
+  Tensor replacement = new_empty(op, tensor, tensor.sizes(), dtype);
+  copy(replacement, tensor);
+  tensor = std::move(replacement);
 }
 
 bool is_contiguous_as(const Tensor& tensor, ScalarType dtype) {
@@ -130,14 +130,14 @@ Tensor undefined_tensor() {
 // operator up by name, which takes three times as long.
 Tensor new_empty(const char* op, const Tensor& like, IntHeaderOnlyArrayRef shape, ScalarType dtype) {
   int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  AtenTensorHandle made;
+  AtenTensorHandle handle;
   const AOTITorchError status = aoti_torch_aten_new_empty(like.get(), shape.data(), static_cast<int64_t>(shape.size()),
                                                           &code, /*layout=*/nullptr, /*device=*/nullptr,
-                                                          /*device_index=*/0, /*pin_memory=*/nullptr, &made);
+                                                          /*device_index=*/0, /*pin_memory=*/nullptr, &handle);
   if (status != TORCH_SUCCESS) [[unlikely]] {
     fail_to_allocate(op, like, shape, dtype);
   }
-  return Tensor(made);
+  return Tensor(handle);
 }
 
 void throw_by_pytorch(const std::string& text) {
@@ -189,10 +189,10 @@ void make_aligned(const char* op, Tensor& tensor, ScalarType dtype) {
 }
 
 Tensor view(const Tensor& tensor, IntHeaderOnlyArrayRef shape, IntHeaderOnlyArrayRef strides, int64_t offset) {
-  AtenTensorHandle made;
+  AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(shape.size()),
-                                                               shape.data(), strides.data(), offset, &made));
-  return Tensor(made);
+                                                               shape.data(), strides.data(), offset, &handle));
+  return Tensor(handle);
 }
 
 }  // namespace flash_qla

@@ -45,34 +45,34 @@ cpu::SequenceSlots list_slots(const Convolution& call, const std::vector<Span>& 
     }
     return cpu::list_slots(call.op, *call.pool, lengths, call.names.checkpoints);
   }
-  cpu::SequenceSlots found;
+  cpu::SequenceSlots slots;
   for (const Span& span : spans) {
-    found.last.push_back(span.n);
-    found.first.push_back(call.initial_state ? span.n : kNoState);
+    slots.last.push_back(span.n);
+    slots.first.push_back(call.initial_state ? span.n : kNoState);
   }
-  return found;
+  return slots;
 }
 
 // Windows [slots, D, columns] of any strides.
 struct Windows {
-  cpu::WritableFloats numbers;
+  cpu::WritableFloats elements;
   int64_t slot = 0, channel = 0, column = 0;
 
   Windows() = default;
   // data: the tensor's memory, for writing or for reading alone.
   Windows(const Tensor& x, const void* data)
-      : numbers{const_cast<void*>(data), x.scalar_type()},
+      : elements{const_cast<void*>(data), x.scalar_type()},
         slot(x.stride(0)),
         channel(x.stride(1)),
         column(x.stride(2)) {}
 
   template <typename CT>
   CT get(int64_t n, int64_t d, int64_t i) const {
-    return numbers.get<CT>(n * slot + d * channel + i * column);
+    return elements.get<CT>(n * slot + d * channel + i * column);
   }
   template <typename CT>
   void set(int64_t n, int64_t d, int64_t i, CT x) const {
-    numbers.set(n * slot + d * channel + i * column, x);
+    elements.set(n * slot + d * channel + i * column, x);
   }
 };
 
@@ -225,8 +225,8 @@ void store_windows(const Inputs<T, CT>& in, const Tensor& final_state) {
         };
         store(last, in.slots.last[n], span.length());
         int64_t tokens = 0;
-        for (const int64_t place : in.slots.checkpoints.empty() ? std::vector<int64_t>() : in.slots.checkpoints[n]) {
-          store(kept, place, tokens += call.pool->checkpoint_every);
+        for (const int64_t slot : in.slots.checkpoints.empty() ? std::vector<int64_t>() : in.slots.checkpoints[n]) {
+          store(kept, slot, tokens += call.pool->checkpoint_every);
         }
       }
     }

@@ -36,11 +36,11 @@ class Planner {
         kept_(call.op, call.intermediate_states ? call.intermediate_states->size(0) : 0, kNoState) {}
 
   std::vector<Plan> plans() {
-    std::vector<Plan> found;
+    std::vector<Plan> plans;
     for (int64_t n = 0; n < call_.N; ++n) {
-      found.push_back(plan(n));
+      plans.push_back(plan(n));
     }
-    return found;
+    return plans;
   }
 
  private:
@@ -168,13 +168,13 @@ class Decoder {
 // The steps in the replay buffer of each sequence that has a slot.
 std::vector<int64_t> backlog_steps(const BufferedDecodeCall& call, const std::vector<Plan>& plans) {
   const cpu::Indices positions(call.write_pos);
-  std::vector<int64_t> found(call.N);
+  std::vector<int64_t> steps(call.N);
   for (int64_t n = 0; n < call.N; ++n) {
     if (plans[n].slot != kNoState) {
-      found[n] = cpu::checked_index(call.op, entry("write_pos", n), positions(n), 0, call.length() - 1);
+      steps[n] = cpu::checked_index(call.op, entry("write_pos", n), positions(n), 0, call.length() - 1);
     }
   }
-  return found;
+  return steps;
 }
 
 // Decodes a token of one value head on a state that lags.

@@ -33,10 +33,10 @@ std::vector<WindowPlan> plan_windows(const DecodeRegion& region, const DecodeCal
   const auto& kept = region.windows().intermediate_windows;
   const cpu::Indices indices(rule.state_indices), accepted(rule.num_accepted_tokens), rows(rule.intermediate_indices);
   cpu::Slots slots(rule.op, pool.size(0), rule.null_index), rows_of_kept(rule.op, kept ? kept->size(0) : 0, kNoState);
-  std::vector<WindowPlan> found(plans.size());
+  std::vector<WindowPlan> window_plans(plans.size());
   for (size_t i = 0; i < plans.size(); ++i) {
     const auto n = static_cast<int64_t>(i);
-    WindowPlan& plan = found[i];
+    WindowPlan& plan = window_plans[i];
     if (plans[i].slot == kNoState || plans[i].begin == plans[i].end) {
       continue;
     }
@@ -55,33 +55,33 @@ std::vector<WindowPlan> plan_windows(const DecodeRegion& region, const DecodeCal
       }
     }
   }
-  return found;
+  return window_plans;
 }
 
 // Windows [slots, D, columns] or [rows, steps, D, columns] of any strides.
 class Windows {
  public:
-  explicit Windows(const Tensor& tensor) : numbers_(writable_floats_of(tensor)), tensor_(tensor) {}
+  explicit Windows(const Tensor& tensor) : elements_(writable_floats_of(tensor)), tensor_(tensor) {}
 
   int64_t columns() const { return tensor_.size(tensor_.dim() - 1); }
-  // The place of column 0 of a channel's window. `slot`: a slot, or a row and a step.
+  // The offset of column 0 of a channel's window. `slot`: a slot, or a row and a step.
   template <typename... Slot>
-  int64_t place(int64_t channel, Slot... slot) const {
+  int64_t offset(int64_t channel, Slot... slot) const {
     int64_t dim = 0, at = 0;
     ((at += slot * tensor_.stride(dim++)), ...);
     return at + channel * tensor_.stride(dim);
   }
   template <typename CT>
-  CT get(int64_t place, int64_t column) const {
-    return numbers_.get<CT>(place + column * tensor_.stride(tensor_.dim() - 1));
+  CT get(int64_t offset, int64_t column) const {
+    return elements_.get<CT>(offset + column * tensor_.stride(tensor_.dim() - 1));
   }
   template <typename CT>
-  void set(int64_t place, int64_t column, CT x) const {
-    numbers_.set(place + column * tensor_.stride(tensor_.dim() - 1), x);
+  void set(int64_t offset, int64_t column, CT x) const {
+    elements_.set(offset + column * tensor_.stride(tensor_.dim() - 1), x);
   }
 
  private:
-  cpu::WritableFloats numbers_;
+  cpu::WritableFloats elements_;
   Tensor tensor_;
 };
 
@@ -101,7 +101,7 @@ class DraftConvolution {
         weight_(floats_of(call_.weight)),
         bias_(floats_of(call_.bias)),
         plans_(std::move(plans)),
-        places_(plan_windows(region, region.rule(), plans_)) {
+        window_plans_(plan_windows(region, region.rule(), plans_)) {
     if (const auto& kept = region.windows().intermediate_windows) {
       kept_.emplace(*kept);
       steps_ = kept->size(1);
@@ -124,18 +124,18 @@ class DraftConvolution {
     const bool of_drafts = region_.has_draft_windows();
     const int64_t columns = pool_.columns(), history = call_.W - 2;
     for_channels([&](size_t n, int64_t d, const Rows& row) {
-      const WindowPlan& to = places_[n];
+      const WindowPlan& to = window_plans_[n];
       const auto tokens = static_cast<int64_t>(plans_[n].parents.size());
       for (int64_t t = 0; to.row != kNoState && t < std::min(tokens, steps_); ++t) {
         for (int64_t i = 0; i < call_.W - 1; ++i) {
-          kept_->set(kept_->place(d, to.row, t), i, row(before(n, t, call_.W - 2 - i)));
+          kept_->set(kept_->offset(d, to.row, t), i, row(before(n, t, call_.W - 2 - i)));
         }
       }
       if (to.slot == kNoState || !region_.rule().update_state) {
         return;
       }
       for (int64_t i = 0; i < (of_drafts ? std::min(columns, history + tokens) : columns); ++i) {
-        pool_.set(pool_.place(d, to.slot), i, row(of_drafts ? i - history : before(n, tokens - 1, columns - 1 - i)));
+        pool_.set(pool_.offset(d, to.slot), i, row(of_drafts ? i - history : before(n, tokens - 1, columns - 1 - i)));
       }
     });
   }
@@ -169,8 +169,8 @@ class DraftConvolution {
         }
         for (int64_t d = 0; d < call_.D; ++d) {
           Rows rows = {.of_tokens = mixed_ + plans_[n].begin * call_.D + d, .D = call_.D, .columns = call_.W - 1};
-          for (int64_t i = 0; places_[n].slot != kNoState && i < rows.columns; ++i) {
-            rows.window[i] = pool_.template get<CT>(pool_.place(d, places_[n].slot), places_[n].first + i);
+          for (int64_t i = 0; window_plans_[n].slot != kNoState && i < rows.columns; ++i) {
+            rows.window[i] = pool_.template get<CT>(pool_.offset(d, window_plans_[n].slot), window_plans_[n].first + i);
           }
           use(n, d, rows);
         }
@@ -186,7 +186,7 @@ class DraftConvolution {
   const T* const mixed_;
   const cpu::Floats weight_, bias_;
   const std::vector<cpu::DecodePlan> plans_;
-  const std::vector<WindowPlan> places_;
+  const std::vector<WindowPlan> window_plans_;
 };
 
 }  // namespace

@@ -8,12 +8,12 @@
 
 namespace flash_qla::cpu {
 
-// The places of the states after `every` tokens of a sequence, after twice as many, and so on.
+// The offsets of the states after `every` tokens of a sequence, after twice as many, and so on.
 struct Checkpoints {
-  int64_t every = 0;                         // 0: no checkpoints
-  bool rounds = false;                       // after a checkpoint the recurrence goes on with the rounded state
-  WritableFloats to;                         // states [H_v, V, K]
-  std::vector<std::vector<int64_t>> places;  // by sequence and checkpoint, in elements; negative: not requested
+  int64_t every = 0;                          // 0: no checkpoints
+  bool rounds = false;                        // after a checkpoint the recurrence goes on with the rounded state
+  WritableFloats to;                          // states [H_v, V, K]
+  std::vector<std::vector<int64_t>> offsets;  // by sequence and checkpoint, in elements; negative: not requested
 };
 
 // Pointers to contiguous tensors, shapes as in ForwardOutputs. A null output is not requested.
@@ -62,10 +62,10 @@ void keep_checkpoint(const Forward<T, CT>& p, const Sequence& sequence, int64_t 
   if (to.every == 0 || tokens == 0 || tokens % to.every != 0) {
     return;
   }
-  const int64_t place = to.places[sequence.index][tokens / to.every - 1];
-  if (place >= 0) {
+  const int64_t offset = to.offsets[sequence.index][tokens / to.every - 1];
+  if (offset >= 0) {
     store_pool_state(scratch.dims, scratch.state(), p.in.K, p.in.V, /*v_first=*/true, to.to,
-                     place + head * p.in.V * p.in.K);
+                     offset + head * p.in.V * p.in.K);
   }
 }
 

@@ -8,7 +8,8 @@ namespace flash_qla::cpu {
 
 namespace {
 
-void list_ends(const PoolArguments& pool, const std::vector<int64_t>& lengths, Slots& slots, SequenceSlots& found) {
+void list_ends(const PoolArguments& pool, const std::vector<int64_t>& lengths, Slots& slots,
+               SequenceSlots& sequence_slots) {
   const Indices indices(pool.state_indices), first_indices(pool.initial_indices());
   const bool* const has_state = pool.has_initial_state ? pool.has_initial_state->const_data_ptr<bool>() : nullptr;
   const int64_t step = pool.has_initial_state ? pool.has_initial_state->stride(0) : 0;
@@ -29,35 +30,35 @@ void list_ends(const PoolArguments& pool, const std::vector<int64_t>& lengths, S
     if (last != kNoState) {
       slots.write(name, last, sequence);
     }
-    found.last.push_back(last);
-    found.first.push_back(first);
+    sequence_slots.last.push_back(last);
+    sequence_slots.first.push_back(first);
   }
 }
 
 void list_checkpoints(const char* op, const PoolArguments& pool, const std::vector<int64_t>& lengths, Slots& slots,
-                      const char* checkpoints, SequenceSlots& found) {
+                      const char* checkpoints, SequenceSlots& sequence_slots) {
   const Indices indices(pool.checkpoint_indices);
   int64_t row = 0;  // of checkpoints
   for (size_t n = 0; n < lengths.size(); ++n) {
     const int64_t count = lengths[n] / pool.checkpoint_every;
-    std::vector<int64_t> places(count, kNoState);
+    std::vector<int64_t> checkpoint_slots(count, kNoState);
     for (int64_t j = 0; j < count; ++j, ++row) {
-      if (found.last[n] == kNoState) {
+      if (sequence_slots.last[n] == kNoState) {
         continue;
       }
       if (pool.checkpoints) {
-        places[j] = checked_index(op, std::string("the number of a state of ") + checkpoints, row, 0,
-                                  pool.checkpoints->size(0) - 1);
+        checkpoint_slots[j] = checked_index(op, std::string("the number of a state of ") + checkpoints, row, 0,
+                                            pool.checkpoints->size(0) - 1);
       } else if (j < indices.columns) {
         const auto sequence = static_cast<int64_t>(n);
         const std::string name = entry("checkpoint_indices", sequence, j);
-        places[j] = slots.checked(name, indices(sequence, j));
-        if (places[j] != kNoState) {
-          slots.write(name, places[j], sequence);
+        checkpoint_slots[j] = slots.checked(name, indices(sequence, j));
+        if (checkpoint_slots[j] != kNoState) {
+          slots.write(name, checkpoint_slots[j], sequence);
         }
       }
     }
-    found.checkpoints.push_back(std::move(places));
+    sequence_slots.checkpoints.push_back(std::move(checkpoint_slots));
   }
 }
 
@@ -66,12 +67,12 @@ void list_checkpoints(const char* op, const PoolArguments& pool, const std::vect
 SequenceSlots list_slots(const char* op, const PoolArguments& pool, const std::vector<int64_t>& lengths,
                          const char* checkpoints) {
   Slots slots(op, pool.state_pool.size(0), pool.null_index);
-  SequenceSlots found;
-  list_ends(pool, lengths, slots, found);
+  SequenceSlots sequence_slots;
+  list_ends(pool, lengths, slots, sequence_slots);
   if (pool.checkpoint_every > 0) {
-    list_checkpoints(op, pool, lengths, slots, checkpoints, found);
+    list_checkpoints(op, pool, lengths, slots, checkpoints, sequence_slots);
   }
-  return found;
+  return sequence_slots;
 }
 
 PoolArguments with_tables_on_cpu(PoolArguments pool) {

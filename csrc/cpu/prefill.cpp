@@ -24,20 +24,20 @@ cpu::SequenceSlots list_slots(const PrefillCall& call, const std::vector<cpu::Se
   return cpu::list_slots(call.op, call, lengths);
 }
 
-cpu::Checkpoints checkpoints_of(const PrefillCall& call, std::vector<std::vector<int64_t>> places) {
+cpu::Checkpoints checkpoints_of(const PrefillCall& call, std::vector<std::vector<int64_t>> slots) {
   if (call.checkpoint_every == 0) {
     return {};
   }
   const Tensor& to = call.checkpoints ? *call.checkpoints : call.state_pool;
-  for (std::vector<int64_t>& of_sequence : places) {
-    for (int64_t& place : of_sequence) {
-      place = place == kNoState ? kNoState : place * to.stride(0);
+  for (std::vector<int64_t>& of_sequence : slots) {
+    for (int64_t& slot : of_sequence) {
+      slot = slot == kNoState ? kNoState : slot * to.stride(0);
     }
   }
   return {.every = call.checkpoint_every,
           .rounds = call.batch_invariant,
           .to = writable_floats_of(to),
-          .places = std::move(places)};
+          .offsets = std::move(slots)};
 }
 
 // Calls copy(pool, element of the pool, element of `states`) for all elements of the states that have a slot.

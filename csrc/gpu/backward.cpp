@@ -92,11 +92,11 @@ class Backward {
         activations_(activations_of(call, call.use_gate ? *call.g_raw : call.g)) {}
 
   void scan_states(const std::optional<Tensor>& first) const {
-    pass_.scan(/*reverse=*/false, pass_.maps(), own_states(call_, data(first)), /*concurrent=*/false);
+    pass_.scan(/*reverse=*/false, pass_.maps(), contiguous_states(call_, data(first)), /*concurrent=*/false);
   }
   // `concurrent`: overlaps the preceding scan of states.
   void scan_gradients(const std::optional<Tensor>& last, bool concurrent) const {
-    pass_.scan(/*reverse=*/true, reverse_maps(), own_states(call_, data(last)), concurrent);
+    pass_.scan(/*reverse=*/true, reverse_maps(), contiguous_states(call_, data(last)), concurrent);
   }
 
   // dh0 gets the gradients of the initial states, if there are initial states.
@@ -156,7 +156,7 @@ class Backward {
 
   // States without addresses: they only tell which states exist. The gradients of states are arguments of their own.
   States states() const {
-    return states_in_order(call_, own_states(call_, nullptr), call_.over_ranks || call_.initial_state,
+    return states_in_order(call_, contiguous_states(call_, nullptr), call_.over_ranks || call_.initial_state,
                            call_.over_ranks || call_.grad_final_state);
   }
 
@@ -248,7 +248,7 @@ class Backward {
   void replay_states(const std::optional<Tensor>& first) const {
     if (d_.portable) {
       kernels::portable_replay({.chunks = chunks(),
-                                .states = own_states(call_, data(first)),
+                                .states = contiguous_states(call_, data(first)),
                                 .maps = pass_.maps(),
                                 .replay = replay(),
                                 .writes_maps = false,
@@ -258,7 +258,7 @@ class Backward {
       return;
     }
     kernels::replay_states(
-        {.chunks = chunks(), .states = own_states(call_, data(first)), .maps = pass_.maps(), .replay = replay()},
+        {.chunks = chunks(), .states = contiguous_states(call_, data(first)), .maps = pass_.maps(), .replay = replay()},
         {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
@@ -269,12 +269,12 @@ class Backward {
 
   // The gradients. If gate_gradients runs, db and dg are parts, which gate_gradients adds.
   kernels::Gradients gradients_in_parts() const {
-    kernels::Gradients found = gradients();
+    kernels::Gradients parts = gradients();
     if (d_.gate_gradients) {
-      found.db = workspace_[workspace_.db_parts];
-      found.dg = workspace_[workspace_.dg_parts];
+      parts.db = workspace_[workspace_.db_parts];
+      parts.dg = workspace_[workspace_.dg_parts];
     }
-    return found;
+    return parts;
   }
 
   void chunk_backward(const std::optional<Tensor>& last, const Tensor& dh0) const {

@@ -72,21 +72,21 @@ std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& fo
   if (!may_split(shape)) {
     return {0};
   }
-  std::vector<int64_t> found = {0};
+  std::vector<int64_t> candidates = {0};
   // Parts of the longest sequence; if it is unknown, of the average one, and of a sequence that has all tokens.
   const int64_t chunks = longest_chunks(shape), all_chunks = chunks * shape.N;
   for (int64_t parts = 2; parts <= 64; parts += std::max<int64_t>(parts / 8, 1)) {
     if (2 * parts <= chunks + 1) {
-      found.push_back(ceil_div(chunks, parts));
+      candidates.push_back(ceil_div(chunks, parts));
     }
     if (device_knows_more(shape) && 2 * parts <= all_chunks + 1) {
-      found.push_back(ceil_div(all_chunks, parts));
+      candidates.push_back(ceil_div(all_chunks, parts));
     }
   }
-  if (shape.over_ranks && found.size() > 1) {
-    found.erase(found.begin());
+  if (shape.over_ranks && candidates.size() > 1) {
+    candidates.erase(candidates.begin());
   }
-  return found;
+  return candidates;
 }
 
 // Removes the paths without the property, unless none has it.

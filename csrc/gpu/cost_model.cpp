@@ -401,14 +401,14 @@ int64_t most_whole_chunks(const ForwardShape& shape, const Path& path, bool alwa
 }  // namespace
 
 double predict(const ForwardShape& shape, const ForwardPath& path, bool always_cut) {
-  return std::visit([&](const auto& found) { return expected(shape, found, always_cut); }, path);
+  return std::visit([&](const auto& branch) { return expected(shape, branch, always_cut); }, path);
 }
 double predict(const BackwardShape& shape, const BackwardPath& path, bool always_cut) {
   return around_us(shape) + expected(shape.forward(), path, always_cut);
 }
 
 int64_t cut_above(const ForwardShape& shape, const ForwardPath& path, bool always_cut) {
-  return std::visit([&](const auto& found) { return most_whole_chunks(shape, found, always_cut); }, path);
+  return std::visit([&](const auto& branch) { return most_whole_chunks(shape, branch, always_cut); }, path);
 }
 int64_t cut_above(const BackwardShape& shape, const BackwardPath& path, bool always_cut) {
   return most_whole_chunks(shape.forward(), path, always_cut);

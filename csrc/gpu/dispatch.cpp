@@ -26,13 +26,13 @@ bool always_cut(const Shape& shape, const Override& forced) { return forced.alwa
 template <typename DirectionShape>
 auto fastest(const DirectionShape& shape, const Override& forced) {
   const auto paths = paths_of(shape, forced);
-  Choice found = {paths.front(), predict(shape, paths.front(), always_cut(shape, forced))};
+  Choice best = {paths.front(), predict(shape, paths.front(), always_cut(shape, forced))};
   for (const auto& path : paths) {
-    if (const double us = predict(shape, path, always_cut(shape, forced)); us < found.us) {
-      found = {path, us};
+    if (const double us = predict(shape, path, always_cut(shape, forced)); us < best.us) {
+      best = {path, us};
     }
   }
-  return found;
+  return best;
 }
 
 // The tokens after which chunks begin anew; 0: never.
@@ -108,7 +108,7 @@ Record decide_once(const DirectionShape& shape, Override forced) {
   struct Decision {
     DirectionShape shape;
     Override forced;
-    Record found;
+    Record dispatch;
   };
   thread_local std::optional<Decision> last;
   if (!may_cut(shape) && forced.segment_chunks != 0) {
@@ -117,7 +117,7 @@ Record decide_once(const DirectionShape& shape, Override forced) {
   if (!last || last->shape != shape || last->forced != forced) {
     last = {shape, forced, decide(shape, forced)};
   }
-  return last->found;
+  return last->dispatch;
 }
 
 }  // namespace

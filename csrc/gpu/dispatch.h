@@ -31,7 +31,7 @@ struct BackwardPath {
 inline int64_t segment_chunks_of(const OneKernel&) { return 0; }
 inline int64_t segment_chunks_of(const auto& path) { return path.segment_chunks; }
 inline int64_t segment_chunks_of(const ForwardPath& path) {
-  return std::visit([](const auto& found) { return segment_chunks_of(found); }, path);
+  return std::visit([](const auto& branch) { return segment_chunks_of(branch); }, path);
 }
 
 inline constexpr int64_t kFusedTile = 128;  // value rows per CTA of fused_forward; _C lacks layout.h, which has it too

@@ -78,7 +78,7 @@ class Forward {
 
   void finish() {
     if (d_.has_maps()) {  // over ranks chunk_forward also needs the scan's wait, because it reads initial states early
-      pass_.scan(/*reverse=*/false, pass_.maps(), states_.numbers, /*concurrent=*/false, memory());
+      pass_.scan(/*reverse=*/false, pass_.maps(), states_.tensors, /*concurrent=*/false, memory());
     }
     if (is_fused(d_.path)) {
       fused_forward();
@@ -117,7 +117,7 @@ class Forward {
                             .slots = states_.slots,
                             .presence = states_.presence,
                             .plan = pass_.plan(),
-                            .states = states_.numbers,
+                            .states = states_.tensors,
                             .kept = states_.kept,
                             .outputs = outputs(),
                             .ctas = d_.ctas,
@@ -181,7 +181,7 @@ class Forward {
 
   void portable_forward() const {
     kernels::portable_forward({.chunks = pass_.chunks(),
-                               .states = states_.numbers,
+                               .states = states_.tensors,
                                .kept = states_.kept,
                                .maps = pass_.maps(),
                                .o = out_.o.mutable_data_ptr(),
@@ -196,7 +196,7 @@ class Forward {
   void chunk_forward() const {
     const int64_t value_tile = value_tile_of(d_.path);
     kernels::chunk_forward({.chunks = pass_.chunks(),
-                            .states = states_.numbers,
+                            .states = states_.tensors,
                             .kept = states_.kept,
                             .maps = pass_.maps(),
                             .o = out_.o.mutable_data_ptr(),
@@ -261,7 +261,7 @@ void finish_forward_cuda(const Call& call, ForwardOutputs& out) {
   const Tensor final =
       call.output_final_state ? out.final_state : new_empty(call.op, call.q, call.state_shape(), call.compute_dtype);
   States states = states_of(call, out);
-  states.numbers = own_states(call, data(initial), final.mutable_data_ptr());
+  states.tensors = contiguous_states(call, data(initial), final.mutable_data_ptr());
   Forward(call, states, out).finish();
 }
 

@@ -116,9 +116,9 @@ class Norm {
   static constexpr int64_t kFewChannels = 8, kManyChannels = 16;  // per thread; see kernels_tl/instances.py
 
   RowDims rows_of(const std::vector<Tensor*>& tensors) const {
-    RowDims found(tensors);
-    if (found.sizes.size() <= kRowDims) {
-      return found;
+    RowDims dims(tensors);
+    if (dims.sizes.size() <= kRowDims) {
+      return dims;
     }
     for (Tensor* x : tensors) {
       make_aligned(call_.op, *x, call_.dtype);

@@ -98,11 +98,11 @@ kernels::Chunks Pass::chunks() const {
 }
 
 kernels::Chunks Pass::map_chunks() const {
-  kernels::Chunks found = chunks();
+  kernels::Chunks map_chunks = chunks();
   if (d_.over_ranks) {
-    found.plan.segments = workspace_[workspace_.map_segments];
+    map_chunks.plan.segments = workspace_[workspace_.map_segments];
   }
-  return found;
+  return map_chunks;
 }
 
 kernels::Maps Pass::maps() const {
@@ -128,7 +128,7 @@ void Pass::make_plan(const States& states, int64_t dropped, const kernels::Memor
 
 void Pass::portable_maps(const kernels::Chunks& chunks, bool has_reverse) const {
   kernels::portable_replay({.chunks = chunks,
-                            .states = own_states(call_, nullptr),
+                            .states = contiguous_states(call_, nullptr),
                             .maps = maps(),
                             .replay = {.h = nullptr, .v_new = nullptr, .v_new_row = 0, .v_new_head = 0},
                             .writes_maps = true,
@@ -187,7 +187,7 @@ Tensor Pass::compose(bool reverse, const kernels::Maps& maps, const float* offse
     return composed;
   }
   if (d_.portable) {
-    portable_scan(reverse, maps, own_states(call_, data(initial)), initial.has_value(), &composed);
+    portable_scan(reverse, maps, contiguous_states(call_, data(initial)), initial.has_value(), &composed);
     return composed;
   }
   const auto [mapped_0, mapped_1] = mapped_sequences(call_);
@@ -195,7 +195,7 @@ Tensor Pass::compose(bool reverse, const kernels::Maps& maps, const float* offse
                          .plan = plan(),
                          .maps = maps,
                          .offsets = offsets,
-                         .states = own_states(call_, data(initial)),
+                         .states = contiguous_states(call_, data(initial)),
                          .has_initial_state = initial.has_value(),
                          .composed = composed.mutable_data_ptr(),
                          .mapped_0 = mapped_0,

@@ -35,7 +35,7 @@ kernels::IndexTable index_table(const std::optional<Tensor>& table) {
           .columns = table->dim() > 1 ? table->size(1) : 1};
 }
 
-kernels::States own_states(const Call& call, const void* initial, void* final) {
+kernels::States contiguous_states(const Call& call, const void* initial, void* final) {
   return {.initial_state = initial,
           .final_state = final,
           .state_stride_v = call.state_stride_v(),
@@ -44,8 +44,8 @@ kernels::States own_states(const Call& call, const void* initial, void* final) {
           .state_dtype = Dtype::kFloat32};
 }
 
-States states_in_order(const Call& call, const kernels::States& numbers, bool has_initial, bool has_final) {
-  return {.numbers = numbers,
+States states_in_order(const Call& call, const kernels::States& tensors, bool has_initial, bool has_final) {
+  return {.tensors = tensors,
           .slots = {.state_indices = index_table({}), .null_index = -1, .slots = call.N},
           .presence = {.on_pool = false,
                        .first_states = has_initial ? FirstStates::kAll : FirstStates::kNone,
@@ -58,9 +58,9 @@ States states_in_order(const Call& call, const kernels::States& numbers, bool ha
 }
 
 States states_of(const Call& call, const ForwardOutputs& out) {
-  const kernels::States numbers =
-      own_states(call, data(call.initial_state), data_if(call.output_final_state, out.final_state));
-  return states_in_order(call, numbers, call.over_ranks || call.initial_state,
+  const kernels::States tensors =
+      contiguous_states(call, data(call.initial_state), data_if(call.output_final_state, out.final_state));
+  return states_in_order(call, tensors, call.over_ranks || call.initial_state,
                          call.over_ranks || call.output_final_state);
 }
 

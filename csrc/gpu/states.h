@@ -17,7 +17,7 @@ kernels::IndexTable index_table(const std::optional<Tensor>& table);
 
 // The states of a call as kernels take them (kernels_tl/bundles.py).
 struct States {
-  kernels::States numbers;           // addresses and layout
+  kernels::States tensors;           // addresses and layout
   kernels::Slots slots;              // the slot of each sequence: by a table, or the sequence's number
   kernels::StatePresence presence;   // which states exist
   kernels::Checkpoints kept;         // states after every so many tokens, V-first; 0 tokens: no checkpoints
@@ -28,14 +28,14 @@ struct States {
   // chunk_forward does the work.
   bool resumable() const { return rounds || kept.checkpoint_every % kChunk != 0; }
   // Whether some states have 8 bits. The Dtypes of 8 bits are the last ones.
-  bool float8() const { return std::max(numbers.state_dtype, kept.kept_dtype) >= Dtype::kFloat8E4m3fn; }
+  bool float8() const { return std::max(tensors.state_dtype, kept.kept_dtype) >= Dtype::kFloat8E4m3fn; }
 };
 
 // The op's own states: fp32, contiguous, in the layout of the call.
-kernels::States own_states(const Call& call, const void* initial, void* final = nullptr);
+kernels::States contiguous_states(const Call& call, const void* initial, void* final = nullptr);
 
 // States in the order of the sequences. `has_initial` and `has_final`: whether they exist.
-States states_in_order(const Call& call, const kernels::States& numbers, bool has_initial, bool has_final);
+States states_in_order(const Call& call, const kernels::States& tensors, bool has_initial, bool has_final);
 
 // The states of the op's own tensors.
 States states_of(const Call& call, const ForwardOutputs& out);

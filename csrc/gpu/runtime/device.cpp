@@ -49,21 +49,21 @@ Card card_of(const cudaDeviceProp& properties) {
 std::vector<Gpu> find_gpus() {
   int count = 0;
   check_cuda(cudaGetDeviceCount(&count));
-  std::vector<Gpu> found(count);
+  std::vector<Gpu> gpus(count);
   for (int i = 0; i < count; ++i) {
     cudaDeviceProp properties{};
     check_cuda(cudaGetDeviceProperties(&properties, i));
-    found[i] = {properties.name, properties.major, properties.minor, card_of(properties)};
+    gpus[i] = {properties.name, properties.major, properties.minor, card_of(properties)};
   }
-  return found;
+  return gpus;
 }
 
 }  // namespace
 
 int driver_cuda_version() {
   static const int version = [] {
-    int found = 0;
-    return cudaDriverGetVersion(&found) == cudaSuccess ? found : 0;
+    int supported = 0;
+    return cudaDriverGetVersion(&supported) == cudaSuccess ? supported : 0;
   }();
   return version;
 }
@@ -110,12 +110,12 @@ std::string obstacle(int driver_cuda_version, int major, int minor) {
 
 std::string refusal(int driver_cuda_version) {
   const std::string toolkit = "CUDA " + cuda_version(CUDART_VERSION);
-  const std::string found = "the kernels were compiled with " + toolkit + ", and the driver supports CUDA up to " +
-                            cuda_version(driver_cuda_version);
+  const std::string versions = "the kernels were compiled with " + toolkit + ", and the driver supports CUDA up to " +
+                               cuda_version(driver_cuda_version);
   if (driver_cuda_version >= CUDART_VERSION) {
-    return found + ", which is enough: libflash_qla.so may be damaged, so install the package again";
+    return versions + ", which is enough: libflash_qla.so may be damaged, so install the package again";
   }
-  return found + ": install NVIDIA driver " + kDriverOfToolkitName + " (" + toolkit +
+  return versions + ": install NVIDIA driver " + kDriverOfToolkitName + " (" + toolkit +
          ") or a newer one, or NVIDIA's compatibility package for " + toolkit;
 }
 

@@ -71,12 +71,13 @@ void check_grid(const LaunchConfig& config) {
 template <typename Function>
 Function driver_function(const char* name) {
   void* symbol = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &symbol, kDriverFloor, cudaEnableDefault, &found);
+  cudaDriverEntryPointQueryResult driver_status;
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion(name, &symbol, kDriverFloor, cudaEnableDefault, &driver_status);
   if (status != cudaSuccess) {  // may be the error of an earlier kernel
     throw std::runtime_error(std::string("flash_qla: CUDA error: ") + cudaGetErrorString(status));
   }
-  if (found != cudaDriverEntryPointSuccess) {
+  if (driver_status != cudaDriverEntryPointSuccess) {
     throw std::runtime_error(std::string("flash_qla: the CUDA driver does not offer ") + name + " (driver " +
                              kDriverFloorName + " or newer)");
   }
@@ -177,7 +178,7 @@ CUtensorMap encode(const TensorMap& map) {
 class KeptTensorMaps {
  public:
   CUtensorMap of(const TensorMap& map) {
-    Entry& entry = entries_[place(map)];
+    Entry& entry = entries_[hash(map)];
     if (std::memcmp(&entry.map, &map, sizeof map) != 0) {
       entry.encoded = encode(map);  // may throw
       entry.map = map;
@@ -190,20 +191,20 @@ class KeptTensorMaps {
     TensorMap map{};
     CUtensorMap encoded{};
   };
-  static constexpr int kPlaceBits = 7;
+  static constexpr int kHashBits = 7;
   static constexpr uint64_t kGoldenRatio = 0x9e3779b97f4a7c15;  // a part of 2^64
 
   // Different for the tensors of a call, most of the time.
-  static size_t place(const TensorMap& map) {
+  static size_t hash(const TensorMap& map) {
     uint64_t mixed = 0;
     for (const void* const part :
          {map.address, static_cast<const void*>(map.kernel), static_cast<const void*>(map.tensor)}) {
       mixed = (mixed ^ reinterpret_cast<uintptr_t>(part)) * kGoldenRatio;
     }
-    return mixed >> (64 - kPlaceBits);
+    return mixed >> (64 - kHashBits);
   }
 
-  std::array<Entry, size_t{1} << kPlaceBits> entries_;
+  std::array<Entry, size_t{1} << kHashBits> entries_;
 };
 
 }  // namespace

@@ -88,16 +88,16 @@ class Bits {
   uint32_t range_ = ~uint32_t{0}, code_ = 0;
 };
 
-constexpr int kMostPlaces = 16;  // kinds of places: the position modulo 2^pb
+constexpr int kMostPositionStates = 16;  // the position modulo 2^pb
 
 struct Lengths {
   Probability is_long, is_longer;
-  std::array<Probability, 8> short_ones[kMostPlaces], long_ones[kMostPlaces];
+  std::array<Probability, 8> short_ones[kMostPositionStates], long_ones[kMostPositionStates];
   std::array<Probability, 256> longer;
 
-  uint32_t next(Bits& bits, size_t place) {
-    if (!bits.bit(is_long)) return 2 + bits.tree(short_ones[place].data(), 3);
-    if (!bits.bit(is_longer)) return 10 + bits.tree(long_ones[place].data(), 3);
+  uint32_t next(Bits& bits, size_t position_state) {
+    if (!bits.bit(is_long)) return 2 + bits.tree(short_ones[position_state].data(), 3);
+    if (!bits.bit(is_longer)) return 10 + bits.tree(long_ones[position_state].data(), 3);
     return 18 + bits.tree(longer.data(), 8);
   }
 };
@@ -129,7 +129,7 @@ std::vector<char> unpack_lzma(std::span<const uint8_t> file, size_t bytes) {
   const uint32_t lc = file[0] % 9, lp = file[0] / 9 % 5, pb = file[0] / 45;
   Bits bits(file.subspan(kHeaderBytes));
   std::vector<std::array<Probability, 0x300>> literals(size_t{1} << (lc + lp));
-  std::array<Probability, kMostPlaces> is_match[kStates], is_long_0[kStates];
+  std::array<Probability, kMostPositionStates> is_match[kStates], is_long_0[kStates];
   std::array<Probability, kStates> is_repeated, is_not_0, is_not_1, is_not_2;
   Lengths lengths, lengths_of_repeated;
   Distances distances;
@@ -143,8 +143,8 @@ std::vector<char> unpack_lzma(std::span<const uint8_t> file, size_t bytes) {
     return static_cast<uint8_t>(out[at - distance - 1]);
   };
   while (true) {
-    const size_t place = at & ((1u << pb) - 1);
-    if (!bits.bit(is_match[state][place])) {
+    const size_t position_state = at & ((1u << pb) - 1);
+    if (!bits.bit(is_match[state][position_state])) {
       if (at == bytes) fail();
       const uint32_t before = at > 0 ? back(0) : 0;
       auto& tree = literals[(at & ((1u << lp) - 1)) << lc | before >> (8 - lc)];
@@ -165,7 +165,7 @@ std::vector<char> unpack_lzma(std::span<const uint8_t> file, size_t bytes) {
     }
     uint32_t length = 1;
     if (!bits.bit(is_repeated[state])) {
-      length = lengths.next(bits, place);
+      length = lengths.next(bits, position_state);
       const uint32_t distance = distances.next(bits, length);
       if (distance == kEndMarker) break;
       last = {distance, last[0], last[1], last[2]};
@@ -176,10 +176,10 @@ std::vector<char> unpack_lzma(std::span<const uint8_t> file, size_t bytes) {
         which = !bits.bit(is_not_1[state]) ? 1 : !bits.bit(is_not_2[state]) ? 2 : 3;
         std::rotate(last.begin(), last.begin() + which, last.begin() + which + 1);
       }
-      if (which == 0 && !bits.bit(is_long_0[state][place])) {
+      if (which == 0 && !bits.bit(is_long_0[state][position_state])) {
         state = state < kMatch ? 9 : 11;  // one byte
       } else {
-        length = lengths_of_repeated.next(bits, place);
+        length = lengths_of_repeated.next(bits, position_state);
         state = state < kMatch ? 8 : 11;
       }
     }
