@@ -161,39 +161,40 @@ struct TensorMap {
 };
 
 const TensorMap& tensor_map(const CUtensorMap& map) {
-  const TensorMap* found;
-  std::memcpy(&found, &map, sizeof found);
-  if (found == nullptr) {
+  const TensorMap* description;
+  std::memcpy(&description, &map, sizeof description);
+  if (description == nullptr) {
     fail("a tensor that this call does not have");
   }
-  return *found;
+  return *description;
 }
 
 CUresult encode(CUtensorMap* map, CUtensorMapDataType dtype, cuuint32_t rank, void* address, const cuuint64_t* sizes,
                 const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave interleave,
                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
-  auto* const made = new TensorMap{static_cast<char*>(address), static_cast<int>(rank), 2, swizzle, false, {}, {}, {}};
-  made->bf16 = dtype == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  auto* const description =
+      new TensorMap{static_cast<char*>(address), static_cast<int>(rank), 2, swizzle, false, {}, {}, {}};
+  description->bf16 = dtype == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   if (dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT32) {
-    made->element_bytes = 4;
-  } else if (!made->bf16 && dtype != CU_TENSOR_MAP_DATA_TYPE_FLOAT16) {
+    description->element_bytes = 4;
+  } else if (!description->bf16 && dtype != CU_TENSOR_MAP_DATA_TYPE_FLOAT16) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  made->strides[0] = made->element_bytes;
+  description->strides[0] = description->element_bytes;
   bool valid = rank <= 5 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE && fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE &&
                reinterpret_cast<uintptr_t>(address) % 16 == 0;
   for (cuuint32_t i = 0; i < rank; ++i) {
-    made->sizes[i] = static_cast<int64_t>(sizes[i]);
-    made->box[i] = static_cast<int>(box[i]);
+    description->sizes[i] = static_cast<int64_t>(sizes[i]);
+    description->box[i] = static_cast<int>(box[i]);
     if (i > 0) {
-      made->strides[i] = static_cast<int64_t>(strides[i - 1]);
+      description->strides[i] = static_cast<int64_t>(strides[i - 1]);
       valid = valid && strides[i - 1] % 16 == 0;
     }
     valid = valid && box[i] <= 256;
   }
-  valid = valid && (swizzle == 0 || made->box[0] * made->element_bytes <= 16 << swizzle);
+  valid = valid && (swizzle == 0 || description->box[0] * description->element_bytes <= 16 << swizzle);
   std::memset(map, 0, sizeof *map);
-  std::memcpy(map, &made, sizeof made);
+  std::memcpy(map, &description, sizeof description);
   return valid ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
@@ -284,8 +285,8 @@ std::map<std::string, Instance>& instances() {
 
 // The CUDA version of the driver. An older one than the toolkit's refuses all code.
 int driver_version() {
-  const char* const given = std::getenv("EMULATED_DRIVER");
-  return given != nullptr ? std::atoi(given) : CUDART_VERSION;
+  const char* const version = std::getenv("EMULATED_DRIVER");
+  return version != nullptr ? std::atoi(version) : CUDART_VERSION;
 }
 
 // A library is the code, whose function the emulator has compiled itself.
@@ -307,11 +308,11 @@ bool has_function(const char* code, const std::string& name) {
 }
 
 CUresult get_kernel(CUkernel* kernel, CUlibrary library, const char* name) {
-  const auto found = instances().find(name);
-  if (found == instances().end() || !has_function(reinterpret_cast<const char*>(library), name)) {
+  const auto instance = instances().find(name);
+  if (instance == instances().end() || !has_function(reinterpret_cast<const char*>(library), name)) {
     return CUDA_ERROR_NOT_FOUND;
   }
-  *kernel = reinterpret_cast<CUkernel>(&found->second);
+  *kernel = reinterpret_cast<CUkernel>(&instance->second);
   return CUDA_SUCCESS;
 }
 
@@ -412,7 +413,7 @@ void Mbarrier::complete(int32_t some) {
 
 extern "C" char _end;  // the end of this library's image
 
-bool is_own(const void* address) {
+bool is_emulator_memory(const void* address) {
   static const char* const image = [] {
     Dl_info info;
     dladdr(dynamic_shared, &info);
@@ -426,9 +427,9 @@ bool is_own(const void* address) {
 }
 
 const char* described_address(const CUtensorMap& map) {
-  const TensorMap* found;
-  std::memcpy(&found, &map, sizeof found);
-  return found == nullptr ? nullptr : found->address;
+  const TensorMap* description;
+  std::memcpy(&description, &map, sizeof description);
+  return description == nullptr ? nullptr : description->address;
 }
 
 int64_t box_bytes(const CUtensorMap& map) {
@@ -649,13 +650,13 @@ const char* cudaGetErrorString(cudaError_t) { return "an error of the emulated r
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
-                                             cudaDriverEntryPointQueryResult* found) {
+                                             cudaDriverEntryPointQueryResult* driver_status) {
   static const std::map<std::string, void*> functions = {
       {"cuLibraryLoadData", reinterpret_cast<void*>(&emulator::load_data)},
       {"cuLibraryGetKernel", reinterpret_cast<void*>(&emulator::get_kernel)},
       {"cuTensorMapEncodeTiled", reinterpret_cast<void*>(&emulator::encode)}};
   *function = functions.at(name);
-  *found = cudaDriverEntryPointSuccess;
+  *driver_status = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {

@@ -38,8 +38,8 @@ bool has_ended(const std::string& name) {
   if (name == "caller") {
     return last_call <= now.start;
   }
-  const auto found = last_of_kernel.find(name);
-  return found == last_of_kernel.end() || found->second <= now.start;
+  const auto entry = last_of_kernel.find(name);
+  return entry == last_of_kernel.end() || entry->second <= now.start;
 }
 
 bool holds(const Early& early) {

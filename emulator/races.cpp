@@ -58,7 +58,7 @@ struct Times {
 struct Access {
   int clock;
   uint32_t time;
-  const void* place;  // the address in the program
+  const void* instruction;  // the address in the program
 };
 
 struct Granule {
@@ -72,7 +72,7 @@ struct BarrierRecord {
   Times arrived, ready[2];
   int clock;  // the clock of the loads that it waits for
   uint32_t phases = 0;
-  Access made = {-1, 0, nullptr};  // its initialization, if it lies in shared memory
+  Access initialization = {-1, 0, nullptr};  // if it lies in shared memory
 };
 
 int threads, lanes;
@@ -107,24 +107,26 @@ int self() { return static_cast<int>(thread_of_cluster); }
 
 std::string name_of(int clock) { return clock < threads ? "thread " + std::to_string(clock) : "an engine"; }
 
-std::string place_of(const void* place) {
+std::string location_of(const void* instruction) {
   Dl_info info;
-  if (place == nullptr || dladdr(place, &info) == 0) {
+  if (instruction == nullptr || dladdr(instruction, &info) == 0) {
     return "the emulator";
   }
   char text[64];
-  std::snprintf(text, sizeof text, "%#tx", static_cast<const char*>(place) - static_cast<const char*>(info.dli_fbase));
+  std::snprintf(text, sizeof text, "%#tx",
+                static_cast<const char*>(instruction) - static_cast<const char*>(info.dli_fbase));
   return text;
 }
 
 void report(const char* what, int byte, const Access& before, const Access& now) {
   std::fprintf(stderr, "emulator: race: %s, byte %d of shared memory, CTA %u %u %u: %s at %s, then %s at %s\n", what,
                byte, block_index.x, block_index.y, block_index.z, name_of(before.clock).c_str(),
-               place_of(before.place).c_str(), name_of(now.clock).c_str(), place_of(now.place).c_str());
+               location_of(before.instruction).c_str(), name_of(now.clock).c_str(),
+               location_of(now.instruction).c_str());
   std::abort();
 }
 
-Access own_access(const void* place) { return {self(), of_thread[self()].known[self()], place}; }
+Access current_access(const void* instruction) { return {self(), of_thread[self()].known[self()], instruction}; }
 bool happened(const Access& access, const Times& times) { return times.known[access.clock] >= access.time; }
 
 int launch_clock() { return threads + kMostLanes - 1; }
@@ -137,39 +139,40 @@ int new_clock() {
 }
 
 BarrierRecord& barrier_record(const void* barrier) {
-  auto [found, is_new] = barriers.try_emplace(barrier);
+  auto [entry, is_new] = barriers.try_emplace(barrier);
   if (is_new) {
-    BarrierRecord& record = found->second;
+    BarrierRecord& record = entry->second;
     record.arrived.reset(threads + kMostLanes);
     record.ready[0] = record.ready[1] = record.arrived;
     record.clock = new_clock();
   }
-  return found->second;
+  return entry->second;
 }
 
-BarrierRecord& made_barrier(const void* barrier) {
+BarrierRecord& initialized_barrier(const void* barrier) {
   BarrierRecord& record = barrier_record(barrier);
-  if (record.made.clock >= 0 && record.made.clock != self() && !happened(record.made, of_thread[self()])) {
-    report("a barrier is used before it is there", 0, record.made, own_access(nullptr));
+  if (record.initialization.clock >= 0 && record.initialization.clock != self() &&
+      !happened(record.initialization, of_thread[self()])) {
+    report("a barrier is used before it is there", 0, record.initialization, current_access(nullptr));
   }
   return record;
 }
 
 // Products have one clock for each warpgroup, stores have one for each thread that stores.
 Groups& groups_of(Engine engine) {
-  Groups& found = groups[static_cast<int>(engine)][self()];
-  if (found.clock < 0) {
+  Groups& mine = groups[static_cast<int>(engine)][self()];
+  if (mine.clock < 0) {
     Groups& first = groups[static_cast<int>(engine)][engine == Engine::kProducts ? self() / 128 * 128 : self()];
     if (first.clock < 0) {
       first.clock = new_clock();
     }
-    found.clock = first.clock;
+    mine.clock = first.clock;
   }
-  return found;
+  return mine;
 }
 
 // Registers lie on the emulator's stacks.
-void see_registers(const void* at, int bytes, bool is_write, const void* place) {
+void see_registers(const void* at, int bytes, bool is_write, const void* instruction) {
   auto& all = in_products[self()];
   if (all.empty()) {
     return;
@@ -178,7 +181,7 @@ void see_registers(const void* at, int bytes, bool is_write, const void* place) 
   for (const Registers& x : all) {
     const char* const begin = static_cast<const char*>(at);
     if (begin < x.begin + x.bytes && x.begin < begin + bytes && (is_write || x.is_result)) {
-      report("registers of a product that is not over", 0, {clock, x.group, nullptr}, own_access(place));
+      report("registers of a product that is not over", 0, {clock, x.group, nullptr}, current_access(instruction));
     }
   }
 }
@@ -237,7 +240,7 @@ void see_write(const void* to, int bytes, const Access& now, const Times& times,
   for_granules(to, bytes, [&](Granule& granule, int byte) {
     const Access& writer = granule.writer;
     if (writer.clock >= 0 && (by_engine || writer.clock != now.clock)) {
-      const bool at_once = !by_engine && writer.clock / 32 == now.clock / 32 && writer.place == now.place;
+      const bool at_once = !by_engine && writer.clock / 32 == now.clock / 32 && writer.instruction == now.instruction;
       if (!happened(writer, times) && at_once) {
         Same same = {dynamic_shared + byte, 0, writer, now};
         std::memcpy(&same.value, same.bytes, sizeof same.value);
@@ -258,28 +261,30 @@ void see_write(const void* to, int bytes, const Access& now, const Times& times,
   });
 }
 
-void see_global(const void* at, const void* place) {
+void see_global(const void* at, const void* instruction) {
   const int64_t in_shared = static_cast<const char*>(at) - dynamic_shared;
-  if ((in_shared >= 0 && in_shared < kSharedBytes) || of_thread[self()].known[launch_clock()] > 0 || is_own(at)) {
+  if ((in_shared >= 0 && in_shared < kSharedBytes) || of_thread[self()].known[launch_clock()] > 0 ||
+      is_emulator_memory(at)) {
     return;
   }
   std::string parameter = "memory of no parameter";
   if (!launches::may_touch(at, parameter)) {
-    fail((parameter + " is touched at " + place_of(place) + ", which is not behind the wait for the launch ahead")
+    fail((parameter + " is touched at " + location_of(instruction) +
+          ", which is not behind the wait for the launch ahead")
              .c_str());
   }
 }
 
-void see(const void* at, int bytes, bool is_write, const void* place) {
+void see(const void* at, int bytes, bool is_write, const void* instruction) {
   if (kOn && threads > 0) {
-    see_global(at, place);
+    see_global(at, instruction);
     check_written_at_once();
-    see_registers(at, bytes, is_write, place);
-    (is_write ? see_write : see_read)(at, bytes, own_access(place), of_thread[self()], false);
+    see_registers(at, bytes, is_write, instruction);
+    (is_write ? see_write : see_read)(at, bytes, current_access(instruction), of_thread[self()], false);
   }
 }
-void read_at(const void* from, int bytes, const void* place) { see(from, bytes, false, place); }
-void write_at(const void* to, int bytes, const void* place) { see(to, bytes, true, place); }
+void read_at(const void* from, int bytes, const void* instruction) { see(from, bytes, false, instruction); }
+void write_at(const void* to, int bytes, const void* instruction) { see(to, bytes, true, instruction); }
 
 }  // namespace
 
@@ -308,7 +313,7 @@ void arrive(const void* barrier) {
   if (kOn) {
     check_written_at_once();
     Times& mine = of_thread[self()];
-    made_barrier(barrier).arrived.join(mine);
+    initialized_barrier(barrier).arrived.join(mine);
     ++mine.known[self()];
   }
 }
@@ -324,7 +329,7 @@ void complete(const void* barrier, unsigned parity) {
 
 void pass(const void* barrier, unsigned parity) {
   if (kOn) {
-    of_thread[self()].join(made_barrier(barrier).ready[parity & 1]);
+    of_thread[self()].join(initialized_barrier(barrier).ready[parity & 1]);
   }
 }
 
@@ -332,7 +337,7 @@ void is_barrier(const void* words) {
   if (kOn) {
     for_granules(words, 8, [](Granule& granule, int) { granule.is_barrier = true; });
     barriers.erase(words);
-    barrier_record(words).made = own_access(nullptr);
+    barrier_record(words).initialization = current_access(nullptr);
   }
 }
 

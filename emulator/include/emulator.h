@@ -153,7 +153,7 @@ Mbarrier& mbarrier(Barrier& barrier) {
 }
 
 // Whether an address belongs to the emulator itself, to stacks or static variables, and not to a tensor.
-bool is_own(const void* address);
+bool is_emulator_memory(const void* address);
 
 // A box of TMA between a tensor and shared memory.
 enum class Box { kLoad, kStore, kAdd };
@@ -252,11 +252,11 @@ void __stcg(T* to, T x) {
 // Byte i of the result is byte (selector >> 4 i & 7) of y and x, of which x has the four low ones.
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
-  uint32_t found = 0;
+  uint32_t selected = 0;
   for (int i = 0; i < 4; ++i) {
-    found |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    selected |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
   }
-  return found;
+  return selected;
 }
 inline int atomicAdd(int* to, int x) { return std::exchange(*to, *to + x); }
 inline void __threadfence() {}
@@ -303,9 +303,9 @@ inline int __syncthreads_or(int x) {
   static int any = 0;
   any |= x != 0;
   __syncthreads();
-  const int found = any;
+  const int result = any;
   emulator::synchronize(emulator::named_barrier(0), emulator::threads_alive(), [] { any = 0; });
-  return found;
+  return result;
 }
 inline void cudaGridDependencySynchronize() {
   emulator::launches::wait();
@@ -446,17 +446,17 @@ template <typename T, int kThreads, BlockScanAlgorithm>
 class BlockScan {
  public:
   struct TempStorage {
-    T numbers[kThreads];
+    T inputs[kThreads];
   };
   explicit BlockScan(TempStorage& space) : space_(space) {}
 
   template <typename Add>
   void InclusiveScan(T x, T& scanned, Add add) {
-    space_.numbers[threadIdx.x] = x;
+    space_.inputs[threadIdx.x] = x;
     __syncthreads();
-    scanned = space_.numbers[0];
+    scanned = space_.inputs[0];
     for (unsigned i = 1; i <= threadIdx.x; ++i) {
-      scanned = add(scanned, space_.numbers[i]);
+      scanned = add(scanned, space_.inputs[i]);
     }
     __syncthreads();
   }
