@@ -133,8 +133,8 @@ class Sequences(Bundle):
     def record(self, sizes):
         """The Sequences of plan/plan.cuh, whose functions find rows of the plan's tables before chunk_plan has ended,
         or without it."""
-        numbers = (T.Cast("int32", sizes.N), T.Cast("int32", sizes.tokens), self.uniform_length)
-        return extern("Sequences", self.offsets.record(), *numbers)
+        counts = (T.Cast("int32", sizes.N), T.Cast("int32", sizes.tokens), self.uniform_length)
+        return extern("Sequences", self.offsets.record(), *counts)
 
 
 class Slots(Bundle):

@@ -48,9 +48,9 @@ kernels::ConvRows rows_of(const Tensor& tensor) {
 
 kernels::Window window_of(const std::optional<Tensor>& tensor) {
   if (!tensor) {
-    return {.numbers = nullptr, .dtype = Dtype::kFloat32, .slot = 0, .channel = 0, .column = 0};
+    return {.data = nullptr, .dtype = Dtype::kFloat32, .slot = 0, .channel = 0, .column = 0};
   }
-  return {.numbers = tensor->const_data_ptr(),
+  return {.data = tensor->const_data_ptr(),
           .dtype = dtype_code(*tensor),
           .slot = tensor->stride(0),
           .channel = tensor->stride(1),
@@ -113,7 +113,7 @@ kernels::ConvGrid grid_of(const Convolution& call, const auto& facts) {
 }
 
 kernels::WrittenWindow written_windows(const Tensor& tensor) {
-  return {.numbers = tensor.mutable_data_ptr(),
+  return {.data = tensor.mutable_data_ptr(),
           .dtype = dtype_code(tensor),
           .slot = tensor.stride(0),
           .channel = tensor.stride(1),
@@ -132,7 +132,7 @@ void launch_windows(const Convolution& call, const kernels::ConvInputs& inputs, 
       {.inputs = inputs,
        .last = written_windows(last),
        .kept = written_windows(kept),
-       .places = {.checkpoint_indices = index_table(pool.checkpoint_indices), .checkpoint_states = kept.size(0)},
+       .kept_slots = {.checkpoint_indices = index_table(pool.checkpoint_indices), .checkpoint_states = kept.size(0)},
        .checkpoint_every = every,
        .x_dtype = dtype_code(call.x),
        .in_place = call.pool.has_value(),

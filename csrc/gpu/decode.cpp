@@ -100,33 +100,33 @@ kernels::Dtype decode_dtype(ScalarType dtype, bool is_wide) {
 // because each pair of dtypes has only some of the paths (kernels_tl/instances.py).
 kernels::DecodeParams instance_of(const DecodeCall& call) {
   const int64_t K = instance_K(call.K);
-  kernels::DecodeParams found = {.dtype = decode_dtype(call.dtype, has_wide_keys(K)),
-                                 .K = K,
-                                 .state_dtype = decode_dtype(call.state_pool.scalar_type(), has_wide_keys(K)),
-                                 .path = Path::kOneToken};
+  kernels::DecodeParams instance = {.dtype = decode_dtype(call.dtype, has_wide_keys(K)),
+                                    .K = K,
+                                    .state_dtype = decode_dtype(call.state_pool.scalar_type(), has_wide_keys(K)),
+                                    .path = Path::kOneToken};
   if (!call.state_v_first) {
-    found.path = Path::kKeyFirst;
-    return found;
+    instance.path = Path::kKeyFirst;
+    return instance;
   }
   const auto takes = [&](Path path) {
-    found.path = path;
-    return kernels::is_compiled(found);
+    instance.path = path;
+    return kernels::is_compiled(instance);
   };
   if (call.T == 1 && !call.cu_seqlens && takes(Path::kOneToken)) {
-    return found;
+    return instance;
   }
   const bool last_state_only = !call.write_indices && !call.intermediate_states && !call.parents;
   if (!takes(Path::kTensorCores) && !(last_state_only && takes(Path::kBlocks))) {
-    found.path = Path::kRows;
+    instance.path = Path::kRows;
   }
-  return found;
+  return instance;
 }
 
 // The division of value rows into CTAs. A CTA of the first `whole` sequences has `groups` groups of value rows; for
-// the other sequences two CTAs share them. `places` counts the sequences in the grid: one place for each of the first,
+// the other sequences two CTAs share them. `parts` counts the sequences in the grid: one part for each of the first,
 // two for each of the others.
 struct Shares {
-  int64_t groups, whole, places;
+  int64_t groups, whole, parts;
 };
 
 // The grid of a call on its instance.
@@ -140,8 +140,8 @@ class Grid {
         has_fp32_states_(instance.state_dtype == kernels::Dtype::kFloat32) {}
 
   kernels::DecodeShares shares() const {
-    const Shares found = choose();
-    return {.groups = found.groups, .whole = found.whole, .places = found.places, .early = early_places(found)};
+    const Shares shares = choose();
+    return {.groups = shares.groups, .whole = shares.whole, .parts = shares.parts, .early = early(shares)};
   }
 
  private:
@@ -177,9 +177,9 @@ class Grid {
 
   int64_t half_waves(int64_t ctas) const { return 0 < ctas && ctas <= sm_count_ ? 1 : 2 * ceil_div(ctas, at_a_time_); }
 
-  int64_t early_places(const Shares& shares) const {
+  int64_t early(const Shares& shares) const {
     const int64_t waves = has_fp32_states_ && !facts_.has_groups ? 1 : 2;
-    return first_places(shares.places, ctas_of(shares.groups), waves, at_a_time_);
+    return early_sequence_parts(shares.parts, ctas_of(shares.groups), waves, at_a_time_);
   }
 
   const DecodeCall& call_;
@@ -285,7 +285,7 @@ BufferedGrid grid_of(const BufferedDecodeCall& call, const kernels::DecodeBuffer
   const int64_t parts =
       by_tensor_cores ? parts_of_cta(call.N * ctas_of_sequence(kDecodeWarps), at_a_time) : kDecodeWarps;
   const int64_t waves = has_dtype(call.state_pool, ScalarType::Float) ? 1 : 2;
-  return {parts, first_places(call.N, ctas_of_sequence(parts), waves, at_a_time)};
+  return {parts, early_sequence_parts(call.N, ctas_of_sequence(parts), waves, at_a_time)};
 }
 
 void launch(BufferedDecodeCall& call, const Tensor& o) {

@@ -183,7 +183,7 @@ kernels::RegionWindows windows_of(const std::optional<Tensor>& pool) {
   if (!pool) {
     return {};
   }
-  return {.numbers = pool->mutable_data_ptr(),
+  return {.window_pool = pool->mutable_data_ptr(),
           .slot = pool->stride(0),
           .channel = pool->stride(1),
           .column = pool->stride(2),
@@ -218,7 +218,7 @@ kernels::RegionGrid grid_of(const DecodeRegion& region, const auto& facts) {
           .ctas = cluster.ctas,
           .rows = cluster.rows,
           .inverse_rows = 1.f / static_cast<float>(cluster.rows),
-          .early = first_places(rule.N, rule.H_k * cluster.ctas, waves, at_a_time)};
+          .early = early_sequence_parts(rule.N, rule.H_k * cluster.ctas, waves, at_a_time)};
 }
 
 void launch_one_token(const DecodeRegion& region, const TokenTensors& tokens, const Tensor& y) {

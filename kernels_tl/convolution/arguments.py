@@ -35,10 +35,10 @@ class Window(Bundle):
     access = "r"
 
     def __init__(self):
-        super().__init__(numbers=address(), dtype=T.int32, slot=T.int64, channel=T.int64, column=T.int64)
+        super().__init__(data=address(), dtype=T.int32, slot=T.int64, channel=T.int64, column=T.int64)
 
     def record(self):
-        return extern("Window", pointer(self.numbers, self.access), self.dtype, self.slot, self.channel, self.column)
+        return extern("Window", pointer(self.data, self.access), self.dtype, self.slot, self.channel, self.column)
 
 
 class WrittenWindow(Window):

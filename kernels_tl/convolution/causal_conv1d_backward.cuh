@@ -39,7 +39,7 @@ __device__ __forceinline__ void convolve_backward(const ConvInputs& in, const Co
                                                   int end, int channel, T* dx, FilterSums<kWidth, kChannels>& sums) {
   constexpr int kBefore = kWidth - 1, kRows = 8 / sizeof(T);
   const int stop = span.end - end < kBefore ? span.end : end + kBefore;  // tokens from here on have no gradient
-  const int first_with_dht = gradients.dht.numbers == nullptr ? span.end : span.end - in.windows.columns;
+  const int first_with_dht = gradients.dht.data == nullptr ? span.end : span.end - in.windows.columns;
   RowsAhead<T, kChannels, kRows> rows(in.x.at<T>(in.sequences, span, begin) + channel, in.x.row, stop - begin);
   RowsAhead<T, kChannels, kRows> dy_rows(gradients.dy.at<T>(in.sequences, span, begin) + channel, gradients.dy.row,
                                          stop - begin);
@@ -110,12 +110,12 @@ __device__ __forceinline__ void store_sums(const FilterSums<kWidth, kChannels>& 
                                            float* shared, float* partial) {
   constexpr int kColumns = 32 * kChannels;
   const int lane = threadIdx.x % 32;
-  float* const own = shared + threadIdx.x / 32 * (kWidth + 1) * kColumns + lane * kChannels;
+  float* const lane_sums = shared + threadIdx.x / 32 * (kWidth + 1) * kColumns + lane * kChannels;
 #pragma unroll
   for (int w = 0; w <= kWidth; ++w) {
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      own[w * kColumns + c] = w == kWidth ? sums.bias[c] : sums.weight[w < kWidth ? w : 0][c];
+      lane_sums[w * kColumns + c] = w == kWidth ? sums.bias[c] : sums.weight[w < kWidth ? w : 0][c];
     }
   }
   __syncthreads();

@@ -72,12 +72,12 @@ __device__ __forceinline__ void initial_gradient(const ConvInputs& in, int x_dty
   }
   dh0 += (static_cast<int64_t>(n) * in.D + channel) * columns;
   if (columns == kWidth) {
-    *dh0++ = length == 0 && gradients.dht.numbers != nullptr ? gradients.dht.load(n, channel, 0) : 0.f;
+    *dh0++ = length == 0 && gradients.dht.data != nullptr ? gradients.dht.load(n, channel, 0) : 0.f;
   }
 #pragma unroll
   for (int i = 0; i < kBefore; ++i) {
     const int column = columns - kBefore + i - length;  // of the final window
-    dh0[i] = sums[i] + (column >= 0 && gradients.dht.numbers != nullptr ? gradients.dht.load(n, channel, column) : 0.f);
+    dh0[i] = sums[i] + (column >= 0 && gradients.dht.data != nullptr ? gradients.dht.load(n, channel, column) : 0.f);
   }
 }
 

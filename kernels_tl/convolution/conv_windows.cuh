@@ -77,7 +77,7 @@ __device__ __forceinline__ void store_window(const ConvInputs& in, int x_dtype, 
 #pragma unroll
   for (int i = 0; i < kMostConvWidth; ++i) {
     if (i < columns) {
-      store_number(const_cast<void*>(to.numbers), to.dtype, to.at(slot, channel, i), window[i]);
+      store_number(const_cast<void*>(to.data), to.dtype, to.at(slot, channel, i), window[i]);
     }
   }
 }
@@ -87,8 +87,8 @@ __device__ __forceinline__ void store_window(const ConvInputs& in, int x_dtype, 
 __device__ __forceinline__ void store_windows(ConvInputs in, int x_dtype, const Window& last, bool in_place,
                                               WindowCheckpoints checkpoints, const WindowShare& of) {
   if (in_place) {  // the compiler takes different arguments for different memory
-    in.windows.initial.numbers = last.numbers;
-    checkpoints.to.numbers = checkpoints.indices ? last.numbers : checkpoints.to.numbers;
+    in.windows.initial.data = last.data;
+    checkpoints.to.data = checkpoints.indices ? last.data : checkpoints.to.data;
   }
   const Span span = in.sequences.of_sequence(of.n);
   const int slot = in.windows.slots(of.n), from = in.windows.initial_slot(of.n);
@@ -103,13 +103,13 @@ __device__ __forceinline__ void store_windows(ConvInputs in, int x_dtype, const 
   for (int i = 0; i < kMostConvWidth; ++i) {
     initial[i] = i < columns ? row_of_sequence(in, x_dtype, span, from, of.channel, i - columns) : 0.f;
   }
-  const auto store = [&](int tokens, const Window& to, int64_t place) {
-    store_window(in, x_dtype, span, of.channel, initial, tokens, to, place);
+  const auto store = [&](int tokens, const Window& to, int64_t to_slot) {
+    store_window(in, x_dtype, span, of.channel, initial, tokens, to, to_slot);
   };
   for (int i = of.share; i < count; i += of.shares) {
-    const int64_t place = checkpoints.slot(of.n, i, before, in.windows.slots.null_index);
-    if (place != kNoState) {
-      store((i + 1) * checkpoints.every, checkpoints.to, place);
+    const int64_t kept_slot = checkpoints.slot(of.n, i, before, in.windows.slots.null_index);
+    if (kept_slot != kNoState) {
+      store((i + 1) * checkpoints.every, checkpoints.to, kept_slot);
     }
   }
   if (of.share == 0 && !(in_place && span.length() == 0 && from != kNoState)) {

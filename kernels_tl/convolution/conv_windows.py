@@ -3,7 +3,7 @@ checkpoint_every > 0 also the windows after checkpoint_every tokens, after twice
 
     x        [B, T, D] of x_dtype
     last     [slots, D, columns]   the final windows; perhaps the initial ones, in place
-    kept     [.., D, columns]      the checkpoints, in slots of `places`
+    kept     [.., D, columns]      the checkpoints, in slots of `kept_slots`
 
 gpu/convolution.cpp launches `shares` CTAs for each sequence and each CHANNEL_THREADS channels, after causal_conv1d,
 which reads initial windows. A thread reads the whole initial window of a channel before it writes. Of several CTAs each
@@ -24,14 +24,14 @@ PRELUDE = """
 
 
 def conv_windows():
-    inputs, last, kept, places = ConvInputs(), WrittenWindow(), WrittenWindow(), CheckpointTable()
+    inputs, last, kept, kept_slots = ConvInputs(), WrittenWindow(), WrittenWindow(), CheckpointTable()
 
     @T.prim_func
     def main(
         inputs: inputs,
         last: last,
         kept: kept,
-        places: places,
+        kept_slots: kept_slots,
         checkpoint_every: T.int32,
         x_dtype: T.int32,
         in_place: T.int32,
@@ -44,7 +44,7 @@ def conv_windows():
             extern(
                 "store_windows",
                 *(inputs.record(), x_dtype, last.record(), in_place != 0),
-                extern("WindowCheckpoints", kept.record(), *places.record(), checkpoint_every),
+                extern("WindowCheckpoints", kept.record(), *kept_slots.record(), checkpoint_every),
                 extern("WindowShare", n, channel, share, shares),
             )
 

@@ -12,13 +12,13 @@ constexpr int kNoSequence = -1;
 constexpr int kConvWarps = 4;  // per CTA, each on tokens of its own
 constexpr int kMostConvWidth = 4;
 
-__device__ __forceinline__ float load_number(const void* numbers, int dtype, int64_t i) {
+__device__ __forceinline__ float load_number(const void* data, int dtype, int64_t i) {
   float x;
-  with_dtype(dtype, 0, [&]<typename T>(T) { x = to_float(static_cast<const T*>(numbers)[i]); });
+  with_dtype(dtype, 0, [&]<typename T>(T) { x = to_float(static_cast<const T*>(data)[i]); });
   return x;
 }
-__device__ __forceinline__ void store_number(void* numbers, int dtype, int64_t i, float x) {
-  with_dtype(dtype, 0, [&]<typename T>(T type) { static_cast<T*>(numbers)[i] = from_float(type, x); });
+__device__ __forceinline__ void store_number(void* data, int dtype, int64_t i, float x) {
+  with_dtype(dtype, 0, [&]<typename T>(T type) { static_cast<T*>(data)[i] = from_float(type, x); });
 }
 
 // Tokens [begin, end) of sequence n; of kNoSequence: padding.
@@ -81,7 +81,7 @@ struct ConvRows {
 
 // Numbers [slots, D, columns] of any strides, in a Dtype.
 struct Window {
-  const void* numbers;
+  const void* data;
   int dtype;
   int64_t slot, channel, column;
 
@@ -89,7 +89,7 @@ struct Window {
     return of_slot * slot + of_channel * channel + of_column * column;
   }
   __device__ __forceinline__ float load(int64_t of_slot, int of_channel, int of_column) const {
-    return load_number(numbers, dtype, at(of_slot, of_channel, of_column));
+    return load_number(data, dtype, at(of_slot, of_channel, of_column));
   }
 };
 

@@ -10,25 +10,25 @@ namespace flash_qla::device {
 
 // [rows, columns] of int32 or int64, with a row's numbers contiguous. TableKind::kNone: there is no table.
 struct Table {
-  const void* numbers;
+  const void* entries;
   int kind;
   int64_t row_stride;
   int columns;
 
-  __device__ __forceinline__ Table(const void* numbers, int kind, int64_t row_stride, int columns)
-      : numbers(numbers), kind(kind), row_stride(row_stride), columns(columns) {}
+  __device__ __forceinline__ Table(const void* entries, int kind, int64_t row_stride, int columns)
+      : entries(entries), kind(kind), row_stride(row_stride), columns(columns) {}
 
   __device__ __forceinline__ explicit operator bool() const { return kind != TableKind::kNone; }
   __device__ __forceinline__ bool is_wide() const { return kind == TableKind::kInt64; }
   __device__ __forceinline__ int64_t operator()(int64_t row, int column = 0) const {
     const int64_t at = row * row_stride + column;
-    return is_wide() ? static_cast<const int64_t*>(numbers)[at] : static_cast<const int*>(numbers)[at];
+    return is_wide() ? static_cast<const int64_t*>(entries)[at] : static_cast<const int*>(entries)[at];
   }
   // Reads from L2: before the wait for the preceding grid, and after it if L1 may hold an old value.
   __device__ __forceinline__ int64_t fresh(int64_t row, int column = 0) const {
     const int64_t at = row * row_stride + column;
-    return is_wide() ? __ldcg(static_cast<const long long*>(numbers) + at)
-                     : __ldcg(static_cast<const int*>(numbers) + at);
+    return is_wide() ? __ldcg(static_cast<const long long*>(entries) + at)
+                     : __ldcg(static_cast<const int*>(entries) + at);
   }
 };
 

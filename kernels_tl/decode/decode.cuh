@@ -128,13 +128,13 @@ class Decode {
           next_v = value_of(begin, group + 1);
         }
         rows.write_output(o + begin * o_stride, rows.step(token, v), tokens.dtype);
-        states.template places<State>(plan, share.n, 0, 1, slot).for_each([&](State* to) { rows.write(to); });
+        states.template destinations<State>(plan, share.n, 0, 1, slot).for_each([&](State* to) { rows.write(to); });
       }
     }
   }
   // v of the lane's own row.
   __device__ __forceinline__ float value_of(int64_t at, int group) const {
-    const int row = row_of(group) + Rows::own_row();
+    const int row = row_of(group) + Rows::lane_row();
     return row < V_ ? to_float(static_cast<const Element*>(tokens.v)[at * tokens.v_stride + row], tokens.dtype) : 0.f;
   }
 
@@ -163,10 +163,10 @@ class Decode {
         for (; depth >= 0; --depth) {
           const int token = plan.ancestor(share.n, t, depth);
           prepared.want(token);
-          out = rows.step(prepared.token(token), prepared.v(token, warp() * kDecodeWarpRows + Rows::own_row()));
+          out = rows.step(prepared.token(token), prepared.v(token, warp() * kDecodeWarpRows + Rows::lane_row()));
         }
         rows.write_output(o + (begin + t) * o_stride, out, tokens.dtype);
-        prepared.places(t).for_each([&](State* to) {
+        prepared.destinations(t).for_each([&](State* to) {
           if constexpr (kIsKeyFirst) {
             rows.write(to, tiles);
           } else {
@@ -266,11 +266,11 @@ class Decode {
         decoder.write_outputs(shared, o + begin * o_stride, o_stride, count);
 #pragma unroll 1
         for (int t = 0; t < count; ++t) {
-          const auto places = shared.of_warp().places[t];
-          if (places.slot != nullptr || places.kept != nullptr) {
+          const auto destinations = shared.of_warp().destinations[t];
+          if (destinations.slot != nullptr || destinations.kept != nullptr) {
             decoder.make_state(tile[unit(wave)], shared, t);
           }
-          places.for_each([&](State* to) { decoder.write(to, tile[unit(wave)]); });
+          destinations.for_each([&](State* to) { decoder.write(to, tile[unit(wave)]); });
         }
       }
     }

@@ -17,9 +17,9 @@ Sums are in fp32. S [V, K] is written to each requested slot. q and k are normal
     state_rows     [N]
     parents        [N, columns]
 
-csrc/gpu/decode.cpp launches [tiles of value rows, H_v, places of sequences] CTAs. On the paths `blocks` and
+csrc/gpu/decode.cpp launches [tiles of value rows, H_v, parts of sequences] CTAs. On the paths `blocks` and
 `tensor_cores` a tile has `groups` groups of value rows, DECODE_TILE rows at most. Each of the last sequences may have
-several places, so that several CTAs share a tile and the SMs end at the same time. On the other paths a tile is one
+several parts, so that several CTAs share a tile and the SMs end at the same time. On the other paths a tile is one
 group.
 
 A state is read once from memory, whatever the number of tokens. A warp copies 512 neighbouring bytes of it at a time.
@@ -159,8 +159,8 @@ class DecodeShares(Bundle):
         super().__init__(
             groups=T.int32,  # groups of value rows of a tile
             whole=T.int32,  # number of the first sequences, which have one CTA for each tile
-            places=T.int32,  # whole + twice the number of the other sequences, of whose tiles a CTA takes half
-            early=T.int32,  # the first places, whose CTAs prefetch before the preceding grid has ended
+            parts=T.int32,  # whole + two for each of the other sequences, of whose tiles a CTA takes half
+            early=T.int32,  # the first parts, whose CTAs prefetch before the preceding grid has ended
         )
 
 
@@ -209,20 +209,20 @@ def decode(dtype, K, state_dtype, path):
         with T.Kernel(
             T.ceildiv(value_dim, GROUP * shares.groups),
             H_v,
-            shares.places,
+            shares.parts,
             threads=DECODE_THREADS,
             prelude=PRELUDE,
-        ) as (tile, hv, place):
+        ) as (tile, hv, sequence_part):
             T.annotate_min_blocks_per_sm(entry.ctas)
             if TILE_BYTES:
                 tiles = T.alloc_shared([TILE_BYTES], "uint8")
-            if place < shares.early:
+            if sequence_part < shares.early:
                 extern(
                     f"{'prefetch_key_first_state' if path == 'key_first' else 'prefetch_state'}<{state_element}>",
                     indices.first_slots(slots),
                     T.access_ptr(state_pool[0, hv, 0, 0], "r"),
                     strides["slot_stride"],
-                    extern(share, tile, place, shares.groups, shares.whole),
+                    extern(share, tile, sequence_part, shares.groups, shares.whole),
                     T.Cast("int32", key_dim),
                     T.Cast("int32", value_dim),
                 )
@@ -247,7 +247,7 @@ def decode(dtype, K, state_dtype, path):
                 T.access_ptr(o[0, hv, 0], "w"),
                 T.access_ptr(tiles[0], "rw") if TILE_BYTES else T.reinterpret("handle", T.uint64(0)),
                 T.Cast("int64", H_v) * value_dim,
-                extern(share, tile, place, shares.groups, shares.whole),
+                extern(share, tile, sequence_part, shares.groups, shares.whole),
                 T.Cast("int32", key_dim),
                 T.Cast("int32", value_dim),
                 N,

@@ -13,7 +13,7 @@ static_assert(kDecodeBacklog == kWarp);  // each lane has one step of the replay
 class Entry {
  public:
   __device__ __forceinline__ Entry(const Table& table, int row) : is_wide_(table.is_wide()) {
-    const int* const from = static_cast<const int*>(table.numbers) + (is_wide_ ? 2 * row : row);
+    const int* const from = static_cast<const int*>(table.entries) + (is_wide_ ? 2 * row : row);
     if (table) {
       low_ = __ldcg(from);
     }
@@ -87,9 +87,9 @@ __device__ __forceinline__ void prefetch_backlog(const FirstSlots& slots, const 
   if (slot == kNoState || steps == 0) {
     return;
   }
-  const auto prefetch = [steps](const void* numbers, bool fp32, int64_t first, int dim) {
+  const auto prefetch = [steps](const void* data, bool fp32, int64_t first, int dim) {
     const int size = fp32 ? sizeof(float) : sizeof(Element);
-    prefetch_bytes(static_cast<const char*>(numbers) + first * size, steps * dim * size);
+    prefetch_bytes(static_cast<const char*>(data) + first * size, steps * dim * size);
   };
   prefetch(backlog.changes, backlog.fp32_changes, backlog.first_change(slot, head, value_dim), value_dim);
   if (backlog.is_first) {
@@ -237,26 +237,26 @@ class BacklogKeys {
   // the last step, zeros follow the token's key. All threads of the CTA call it; afterwards only `arranged` is valid.
   template <typename Token>
   __device__ __forceinline__ void arrange(const Token& token) const {
-    constexpr int kOwn = kDecodeBacklog * kPieces / kDecodeThreads;
-    uint4 own[kOwn];
+    constexpr int kPiecesOfThread = kDecodeBacklog * kPieces / kDecodeThreads;
+    uint4 pieces[kPiecesOfThread];
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int step = (i * kDecodeThreads + threadIdx.x) / kPieces, place = threadIdx.x % kPieces;
-      own[i] = uint4{};
-      if (step <= steps_ && 8 * place < key_dim_) {
-        own[i] = step < steps_ ? piece(step, place) : token.key(place);
+    for (int i = 0; i < kPiecesOfThread; ++i) {
+      const int step = (i * kDecodeThreads + threadIdx.x) / kPieces, index = threadIdx.x % kPieces;
+      pieces[i] = uint4{};
+      if (step <= steps_ && 8 * index < key_dim_) {
+        pieces[i] = step < steps_ ? piece(step, index) : token.key(index);
       }
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int step = (i * kDecodeThreads + threadIdx.x) / kPieces, place = threadIdx.x % kPieces;
-      shared_[arranged_place(step, place)] = own[i];
+    for (int i = 0; i < kPiecesOfThread; ++i) {
+      const int step = (i * kDecodeThreads + threadIdx.x) / kPieces, index = threadIdx.x % kPieces;
+      shared_[arranged_index(step, index)] = pieces[i];
     }
     __syncthreads();
   }
   __device__ __forceinline__ const uint4& arranged(int step, int index) const {
-    return shared_[arranged_place(step, index)];
+    return shared_[arranged_index(step, index)];
   }
   // kCount channels of a step, from `channel` on.
   template <int kCount>
@@ -295,7 +295,7 @@ class BacklogKeys {
 
  private:
   static_assert(kPieces % 16 == 0 && kDecodeThreads % kPieces == 0);
-  __device__ __forceinline__ static int arranged_place(int step, int piece) {
+  __device__ __forceinline__ static int arranged_index(int step, int piece) {
     return step * kPieces + (piece ^ step % 4 * 4);
   }
 
@@ -338,13 +338,13 @@ class BacklogChanges {
   __device__ __forceinline__ void load(float (&x)[kCount], int step, int row) const {
     const char* const from = shared_.of_steps[step];
     if (is_fp32_) {
-      struct alignas(kCount < 4 ? 4 * kCount : 16) Numbers {
+      struct alignas(kCount < 4 ? 4 * kCount : 16) Floats {
         float of[kCount];
       };
-      const Numbers numbers = *reinterpret_cast<const Numbers*>(from + row * sizeof(float));
+      const Floats floats = *reinterpret_cast<const Floats*>(from + row * sizeof(float));
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        x[i] = numbers.of[i];
+        x[i] = floats.of[i];
       }
     } else {
       struct alignas(2 * kCount) Pairs {

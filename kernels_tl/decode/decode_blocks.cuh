@@ -73,7 +73,7 @@ class StateBlock {
     for (int r = 0; r < kDecodeLaneRows; ++r) {
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) {
-        const float4 x = from[r * kDecodeGroups + group()][place(quad)];
+        const float4 x = from[r * kDecodeGroups + group()][column(quad)];
         float* const S = S_[r] + 4 * quad;
         S[0] = x.x, S[1] = x.y, S[2] = x.z, S[3] = x.w;
       }
@@ -86,7 +86,7 @@ class StateBlock {
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) {
         const float* const S = S_[r] + 4 * quad;
-        tile[r * kDecodeGroups + group()][place(quad)] = {S[0], S[1], S[2], S[3]};
+        tile[r * kDecodeGroups + group()][column(quad)] = {S[0], S[1], S[2], S[3]};
       }
     }
     __syncwarp();
@@ -111,7 +111,7 @@ class StateBlock {
   // Returns the element of o that the lane writes.
   template <int kTokens, typename Tokens>
   __device__ __forceinline__ float step(const Tokens& tokens, const Relations& relations, int first) {
-    using Own = OwnSum<kTokens>;
+    using Sum = LaneSum<kTokens>;
     float Sk[kDecodeLaneRows * kTokens] = {}, Sq[kDecodeLaneRows * kTokens] = {};
 #pragma unroll
     for (int quad = 0; quad < kChannels / 4; ++quad) {
@@ -128,17 +128,17 @@ class StateBlock {
         }
       }
     }
-    const int own = first + Own::token(lane());
-    const float since = kTokens == 1 ? tokens.decay[own] : relations.since[own];
-    const float v = tokens.v[own][row_ + Own::row(lane()) * kDecodeGroups + group()];
-    const float alone = tokens.beta[own] * (v - since * sum_and_scatter<kDecodeLanes>(Sk, lane()));
+    const int lane_token = first + Sum::token(lane());
+    const float since = kTokens == 1 ? tokens.decay[lane_token] : relations.since[lane_token];
+    const float v = tokens.v[lane_token][row_ + Sum::row(lane()) * kDecodeGroups + group()];
+    const float alone = tokens.beta[lane_token] * (v - since * sum_and_scatter<kDecodeLanes>(Sk, lane()));
     float out = since * sum_and_scatter<kDecodeLanes>(Sq, lane());
     float change[kDecodeLaneRows][kTokens];
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
 #pragma unroll
       for (int r = 0; r < kDecodeLaneRows; ++r) {
-        change[r][t] = __shfl_sync(~0u, alone, Own::lane_of(r, t), kDecodeLanes);
+        change[r][t] = __shfl_sync(~0u, alone, Sum::lane_of(r, t), kDecodeLanes);
 #pragma unroll
         for (int j = 0; j < t; ++j) {
           change[r][t] -= relations.kk[first + t][j] * change[r][j];
@@ -150,10 +150,10 @@ class StateBlock {
       float change_of_row = change[0][t];
 #pragma unroll
       for (int r = 1; r < kDecodeLaneRows; ++r) {
-        change_of_row = Own::row(lane()) == r ? change[r][t] : change_of_row;
+        change_of_row = Sum::row(lane()) == r ? change[r][t] : change_of_row;
       }
-      if (first + t <= own) {
-        out += change_of_row * (first + t == own ? tokens.qk[own] : relations.kq[own][t]);
+      if (first + t <= lane_token) {
+        out += change_of_row * (first + t == lane_token ? tokens.qk[lane_token] : relations.kq[lane_token][t]);
       }
     }
     float until = 1.f;  // product of the decays after token t; at the end of all decays
@@ -189,10 +189,10 @@ class StateBlock {
   // Stores the outputs of a step. `o` points to the head's row of the step's first token.
   template <int kTokens, typename Element>
   __device__ __forceinline__ void write_output(Element* o, int64_t o_stride, float out) const {
-    using Own = OwnSum<kTokens>;
-    const int row = first_row_ + row_ + Own::row(lane()) * kDecodeGroups + group();
-    if (lane() % Own::kLanes == 0 && row < V_) {
-      o[Own::token(lane()) * o_stride + row] = from_float(Element(), out);
+    using Sum = LaneSum<kTokens>;
+    const int row = first_row_ + row_ + Sum::row(lane()) * kDecodeGroups + group();
+    if (lane() % Sum::kLanes == 0 && row < V_) {
+      o[Sum::token(lane()) * o_stride + row] = from_float(Element(), out);
     }
   }
 
@@ -204,13 +204,13 @@ class StateBlock {
   };
   // The lane's channels 4 * quad to 4 * quad + 3 of a token.
   __device__ __forceinline__ static Quad quad_of(const float4 (&token)[K / 4], int quad) {
-    const float4 x = token[place(quad)];
+    const float4 x = token[column(quad)];
     return {{x.x, x.y, x.z, x.w}};
   }
 
   // sum_and_scatter over the lanes of a row, of kTokens sums for each of the lane's rows: which sum a lane gets.
   template <int kTokens>
-  struct OwnSum {
+  struct LaneSum {
     static constexpr int kLanes = kDecodeLanes / (kDecodeLaneRows * kTokens);  // lanes that get the same sum
     __device__ __forceinline__ static int row(int lane) { return lane / (kLanes * kTokens); }
     __device__ __forceinline__ static int token(int lane) { return lane / kLanes % kTokens; }
@@ -219,7 +219,7 @@ class StateBlock {
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % kDecodeLanes; }
   __device__ __forceinline__ static int group() { return threadIdx.x % kWarp / kDecodeLanes; }
-  __device__ __forceinline__ static int place(int quad) { return quad * kDecodeLanes + lane(); }
+  __device__ __forceinline__ static int column(int quad) { return quad * kDecodeLanes + lane(); }
   // use(row, offset in a head's state, whether the state has them) for four channels of the lane in each row.
   template <typename Use>
   __device__ __forceinline__ void for_all_rows(Use use) const {

@@ -24,11 +24,11 @@ class LaggingRows : public StateRows<State, K> {
 
   __device__ __forceinline__ static int part() { return threadIdx.x / kWarp; }
   __device__ __forceinline__ static bool multiplies() { return true; }
-  __device__ __forceinline__ static int own_row_in_tile() { return part() * kRows + Base::own_row(); }
+  __device__ __forceinline__ static int lane_row_in_tile() { return part() * kRows + Base::lane_row(); }
   // The lane's own row. The first half of the lanes that share rows hold changes, the other half outputs.
-  __device__ __forceinline__ int own_row() const { return this->row_ + Base::own_row(); }
+  __device__ __forceinline__ int lane_row() const { return this->row_ + Base::lane_row(); }
   __device__ __forceinline__ bool has_change() const {
-    return L::lane() < L::kLanes / 2 && L::lane() % Base::kLanesOfSum == 0 && own_row() < this->V_;
+    return L::lane() < L::kLanes / 2 && L::lane() % Base::kLanesOfSum == 0 && lane_row() < this->V_;
   }
 
   // The lane's part of S_0 k in each of its rows, then of S_0 q. The factors of k and q are not applied yet.
@@ -220,9 +220,9 @@ __device__ __forceinline__ void decode_buffered(Barrier& loaded, Barrier& keys_l
   const LaggingToken token = factors.token(tokens);
   float change = 0.f;
   if (rows.multiplies()) {
-    const auto own = rows.advance(products, changes, factors, token, steps, token_rows.v(rows.own_row_in_tile()));
-    change = token.key * own.change;
-    rows.write_output(o, own.out);
+    const auto row = rows.advance(products, changes, factors, token, steps, token_rows.v(rows.lane_row_in_tile()));
+    change = token.key * row.change;
+    rows.write_output(o, row.out);
   }
   if (flush) {
     int same_row = first_row;
@@ -231,7 +231,7 @@ __device__ __forceinline__ void decode_buffered(Barrier& loaded, Barrier& keys_l
         .flush(state, tile, token_rows, keys, changes, factors, token.decay, change, steps);
   }
   if (rows.has_change()) {
-    changes.write(rows.own_row(), change);
+    changes.write(rows.lane_row(), change);
   }
   if (first_row == 0 && warp == 0 && backlog.is_first) {
     keys.write(token_rows);

@@ -28,13 +28,13 @@ class MmaLaggingRows {
 
   __device__ __forceinline__ int part() const { return warp() * parts_ / kDecodeWarps; }
   __device__ __forceinline__ bool multiplies() const { return share() == 0; }
-  __device__ __forceinline__ int own_row_in_tile() const { return row_in_tile() + lane() % 2; }
+  __device__ __forceinline__ int lane_row_in_tile() const { return row_in_tile() + lane() % 2; }
   // The lane's own row. Four lanes share two rows: the first two lanes hold their changes, the other two their outputs.
-  __device__ __forceinline__ int own_row() const { return row_ + lane() % 2; }
+  __device__ __forceinline__ int lane_row() const { return row_ + lane() % 2; }
   __device__ __forceinline__ bool has_change() const { return multiplies() && lane() % 4 < 2 && row_ < V_; }
   __device__ __forceinline__ void write_output(Element* o, float out) const {
     if (multiplies() && lane() % 4 >= 2 && row_ < V_) {
-      o[own_row()] = from_float(Element(), out);
+      o[lane_row()] = from_float(Element(), out);
     }
   }
 
@@ -71,8 +71,8 @@ class MmaLaggingRows {
     }
     const bool second = lane() % 2, of_query = lane() % 4 >= 2;
     const float with_key = second ? products[2] : products[0], with_query = second ? products[3] : products[1];
-    const float own = token.decay * (of_query ? with_query : with_key) + sum_and_scatter<4>(sums, lane() % 4);
-    const float sum = own * (of_query ? token.query : token.key);
+    const float unscaled = token.decay * (of_query ? with_query : with_key) + sum_and_scatter<4>(sums, lane() % 4);
+    const float sum = unscaled * (of_query ? token.query : token.key);
     const float change = token.beta * (v - sum);
     return {change, sum + __shfl_xor_sync(~0u, change, 2) * token.qk};
   }
@@ -84,17 +84,17 @@ class MmaLaggingRows {
                                         float change, int steps) const {
     __shared__ float change_of_row[kTileRows];
     if (has_change()) {
-      change_of_row[own_row_in_tile()] = change;
+      change_of_row[lane_row_in_tile()] = change;
     }
     keys.arrange(token);  // all threads of the CTA wait for each other
-    const float own[2] = {change_of_row[row_in_tile()], change_of_row[row_in_tile() + 1]};
+    const float lane_changes[2] = {change_of_row[row_in_tile()], change_of_row[row_in_tile() + 1]};
 #pragma unroll 1
     for (int step = share(); step < Left::kSteps; step += shares()) {
       float S[4][4];  // four pairs of channels: the pair of the first row, then of the second
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint4 own_piece = is_there(step) ? piece(tile, step, half) : uint4{};
-        const uint32_t pairs[4] = {own_piece.x, own_piece.y, own_piece.z, own_piece.w};
+        const uint4 state_piece = is_there(step) ? piece(tile, step, half) : uint4{};
+        const uint32_t pairs[4] = {state_piece.x, state_piece.y, state_piece.z, state_piece.w};
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
           const float2 x = unpack(Element(), pairs[pair]);
@@ -103,7 +103,7 @@ class MmaLaggingRows {
         }
       }
       // A right factor has eight steps and eight channels: one pair of channels for each lane that shares a row.
-      const int column = lane() / 4, place = step * Left::kPiecesOfStep + column / 2;
+      const int column = lane() / 4, key_piece = step * Left::kPiecesOfStep + column / 2;
 #pragma unroll 1
       for (int first = 0; first <= steps; first += kStepsAtATime) {
         float high[2][2], low[2][2];
@@ -116,11 +116,11 @@ class MmaLaggingRows {
           changes.load(d, step, row_in_part());
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const float x = step < steps ? factor * d[half] : step == steps ? own[half] : 0.f;
+            const float x = step < steps ? factor * d[half] : step == steps ? lane_changes[half] : 0.f;
             high[i][half] = truncate_to_tf32(x);
             low[i][half] = x - high[i][half];
           }
-          const uint4 key = keys.arranged(step, place);
+          const uint4 key = keys.arranged(step, key_piece);
           pairs[i][0] = key.x, pairs[i][1] = key.y, pairs[i][2] = key.z, pairs[i][3] = key.w;
         }
 #pragma unroll

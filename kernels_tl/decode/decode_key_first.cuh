@@ -28,7 +28,7 @@ class KeyFirstRows : public StateRows<float, K> {
   // Starts asynchronous copies; zeros for keys and values that the state lacks.
   __device__ __forceinline__ void fetch(Tile& to, const State* from) const {
     for_all_pieces([&](int k, int piece, int offset, bool there) {
-      copy_async(&to[k][place(k, piece)], from + (there ? offset : 0), there);
+      copy_async(&to[k][swizzled_piece(k, piece)], from + (there ? offset : 0), there);
     });
   }
   __device__ __forceinline__ static void await() {
@@ -37,8 +37,8 @@ class KeyFirstRows : public StateRows<float, K> {
   }
   __device__ __forceinline__ void set(const Tile& from) {
     with_format<State>(this->dtype_, [&](auto format) {
-      for_own_pieces([&](int channel, int k, int piece, int first_row) {
-        const uint4 x = from[k][place(k, piece)];
+      for_lane_pieces([&](int channel, int k, int piece, int first_row) {
+        const uint4 x = from[k][swizzled_piece(k, piece)];
         const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -57,7 +57,7 @@ class KeyFirstRows : public StateRows<float, K> {
     Tile& written = static_cast<Tile*>(tiles)[1];
     __syncthreads();  // all threads have stored the old contents
     with_format<State>(this->dtype_, [&](auto format) {
-      for_own_pieces([&](int channel, int k, int piece, int first_row) {
+      for_lane_pieces([&](int channel, int k, int piece, int first_row) {
         uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -67,13 +67,13 @@ class KeyFirstRows : public StateRows<float, K> {
             words[i] = pack(format, this->S_[first_row + 2 * i][channel], this->S_[first_row + 2 * i + 1][channel]);
           }
         }
-        written[k][place(k, piece)] = uint4{words[0], words[1], words[2], words[3]};
+        written[k][swizzled_piece(k, piece)] = uint4{words[0], words[1], words[2], words[3]};
       });
     });
     __syncthreads();
     for_all_pieces([&](int k, int piece, int offset, bool there) {
       if (there) {
-        __stcg(reinterpret_cast<uint4*>(to + offset), written[k][place(k, piece)]);
+        __stcg(reinterpret_cast<uint4*>(to + offset), written[k][swizzled_piece(k, piece)]);
       }
     });
   }
@@ -81,7 +81,9 @@ class KeyFirstRows : public StateRows<float, K> {
  private:
   // The place of a piece among the pieces of its key. Lanes that read the same piece of different keys then read
   // different banks.
-  __device__ __forceinline__ static int place(int k, int piece) { return piece ^ k / L::kPieceChannels % kPieces; }
+  __device__ __forceinline__ static int swizzled_piece(int k, int piece) {
+    return piece ^ k / L::kPieceChannels % kPieces;
+  }
 
   // use(key, piece, offset in a head's state, whether the state has it) for the thread's pieces.
   template <typename Use>
@@ -96,7 +98,7 @@ class KeyFirstRows : public StateRows<float, K> {
   }
   // use(channel of the lane, its key, piece, the piece's first row in the warp) for the pieces with the lane's numbers.
   template <typename Use>
-  __device__ __forceinline__ static void for_own_pieces(Use use) {
+  __device__ __forceinline__ static void for_lane_pieces(Use use) {
 #pragma unroll
     for (int channel = 0; channel < L::kChannels; ++channel) {
 #pragma unroll

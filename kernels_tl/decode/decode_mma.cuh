@@ -3,8 +3,8 @@
 // the tokens are shared with other warps:
 //
 //   cp.async    tokens, rows 0, rows 1
-//   warp        gates, places|products, pairs       |rows 0: S0 k, S0 q, changes|o|states 0, 1, ...|rows 1: ...
-//   waits for                |tokens, __syncthreads |rows 0                     | |                |rows 1
+//   warp        gates, destinations|products, pairs       |rows 0: S0 k, S0 q, changes|o|states 0, 1, ...|rows 1: ...
+//   waits for                      |tokens, __syncthreads |rows 0                     | |                |rows 1
 //
 // A state costs one MMA per 16 rows and 8 channels, and leaves from the tile of the rows.
 #pragma once
@@ -34,7 +34,7 @@ struct MmaTokens {
   struct OfWarp {
     float products[kRows][kRows];  // products of rows with rows
     float factors[kFactors][kTokens], pairs[kPairs][kTokens][kTokens];
-    DecodeStates::Places<__nv_bfloat16> places[kTokens];  // destinations of the states after tokens
+    DecodeStates::Destinations<__nv_bfloat16> destinations[kTokens];  // destinations of the states after tokens
   };
   uint4 rows[kRows][kPieces], values[kTokens][kDecodeTile / 8];
   OfWarp warps[kDecodeWarps];
@@ -68,8 +68,8 @@ struct MmaTokens {
     float beta, since, decays[kPairsOfLane];
   };
 
-  // Computes gates and places. Each warp computes them for itself, while rows and states are copied. beta is 0 for
-  // missing tokens.
+  // Computes gates and destinations. Each warp computes them for itself, while rows and states are copied. beta is 0
+  // for missing tokens.
   __device__ __forceinline__ LaneGates prepare_gates(const DecodePlan& plan, const DecodeTokens& tokens,
                                                      const DecodeStates& states, int n, int64_t begin, int count,
                                                      int64_t slot) {
@@ -83,7 +83,7 @@ struct MmaTokens {
       b = load_bits(tokens.b, activations, Activation::kBeta, (begin + t) * tokens.b_stride + tokens.head);
     }
     if (there && lane() < kTokens) {
-      here.places[t] = states.places<__nv_bfloat16>(plan, n, t, count, slot);
+      here.destinations[t] = states.destinations<__nv_bfloat16>(plan, n, t, count, slot);
     }
     uint32_t path = (2u << t) - 1;  // the token and its ancestors
     if (plan.parents) {
@@ -251,8 +251,8 @@ class MmaDecoder {
     float products[kBlocks][2][4] = {};  // sums of even and odd steps
 #pragma unroll
     for (int step = 0; step < kSteps; step += 2) {
-      load_matrices(S_[step], place(tile, step));
-      load_matrices(S_[step + 1], place(tile, step + 1));
+      load_matrices(S_[step], row_address(tile, step));
+      load_matrices(S_[step + 1], row_address(tile, step + 1));
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         uint32_t rows[4];
@@ -360,7 +360,7 @@ class MmaDecoder {
           out[2 * half] = pack(State(), state[0], state[1]);
           out[2 * half + 1] = pack(State(), state[2], state[3]);
         }
-        store_matrices(place(tile, step), out[0], out[1], out[2], out[3]);
+        store_matrices(row_address(tile, step), out[0], out[1], out[2], out[3]);
       }
     }
     __syncwarp();
@@ -379,7 +379,7 @@ class MmaDecoder {
   // The lane's two tokens in the left factor of make_state are this one and the next.
   __device__ __forceinline__ int first_token_of_lane() const { return 2 * lane_ % kTokens; }
   // The address of the lane's row in the four matrices that hold 16 channels.
-  __device__ __forceinline__ uint32_t place(const Tile& tile, int step) const {
+  __device__ __forceinline__ uint32_t row_address(const Tile& tile, int step) const {
     const int row = lane_ % kMmaRows, piece = 2 * step + lane_ / kMmaRows;
     return shared_address(&tile[row][piece ^ (row & 7)]);
   }

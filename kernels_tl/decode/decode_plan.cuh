@@ -1,4 +1,4 @@
-// The work of a CTA of decode: its value rows, its sequence's tokens, and the places of states; see decode/decode.py.
+// The work of a CTA of decode: its value rows, its sequence's tokens, and where states go; see decode/decode.py.
 #pragma once
 
 #include "core/activations.cuh"
@@ -38,14 +38,14 @@ struct DecodeShare {
   int n, first_row, rows;
 };
 
-// The share of CTA (tile, place). The first `whole` sequences have one place each, with `groups` groups per tile. Each
-// of the others has two places, which share a tile's groups. The share is computed again where it is used, because one
-// more register would spill.
+// The share of CTA (tile, sequence_part). The first `whole` sequences have one part each, with `groups` groups per
+// tile. Each of the others has two parts, which share a tile's groups. The share is computed again where it is used,
+// because one more register would spill.
 template <int kGroupRows>
-__device__ __forceinline__ DecodeShare decode_share(int tile, int place, int groups, int whole) {
-  const int later = place - whole, shift = later < 0 ? 0 : 1, own = groups >> shift;
+__device__ __forceinline__ DecodeShare decode_share(int tile, int sequence_part, int groups, int whole) {
+  const int later = sequence_part - whole, shift = later < 0 ? 0 : 1, part_groups = groups >> shift;
   const int part = later & ((1 << shift) - 1);
-  return {(later >> shift) + whole, (tile * groups + part * own) * kGroupRows, own * kGroupRows};
+  return {(later >> shift) + whole, (tile * groups + part * part_groups) * kGroupRows, part_groups * kGroupRows};
 }
 
 // The tokens of each sequence, and the slots that its states come from and go to. Table entries may have any value:
@@ -84,11 +84,11 @@ struct DecodePlan {
   }
   // Number of t's ancestors: the tokens between the initial state and t.
   __device__ __forceinline__ int depth(int n, int t) const {
-    int found = 0;
+    int ancestors = 0;
     for (t = parent(n, t); t >= 0; t = parent(n, t)) {
-      ++found;
+      ++ancestors;
     }
-    return found;
+    return ancestors;
   }
 };
 
@@ -115,34 +115,34 @@ struct DecodeStates {
   int dtype;        // of states that are Float8 or Bits16
 
   template <typename State>
-  struct Places {
+  struct Destinations {
     State *slot, *kept;  // null: the state does not go there
 
     template <typename Use>
     __device__ __forceinline__ void for_each(Use use) const {
 #pragma unroll 1
       for (int i = 0; i < 2; ++i) {
-        if (State* const place = i == 0 ? slot : kept; place != nullptr) {
-          use(place);
+        if (State* const state = i == 0 ? slot : kept; state != nullptr) {
+          use(state);
         }
       }
     }
   };
-  // The places that get the head's state after token t of sequence n.
+  // The destinations of the head's state after token t of sequence n.
   template <typename State>
-  __device__ __forceinline__ Places<State> places(const DecodePlan& plan, int n, int t, int count,
-                                                  int64_t first_slot) const {
-    Places<State> found = {};
+  __device__ __forceinline__ Destinations<State> destinations(const DecodePlan& plan, int n, int t, int count,
+                                                              int64_t first_slot) const {
+    Destinations<State> destinations = {};
     if (const int64_t slot = plan.slot_after(n, t, count, first_slot); slot != kNoState) {
-      found.slot = static_cast<State*>(pool) + slot * slot_stride;
+      destinations.slot = static_cast<State*>(pool) + slot * slot_stride;
     }
     if (t < steps) {
       const int64_t row = plan.state_rows ? plan.state_rows(n) : n;
       if (row >= 0 && row < rows) {
-        found.kept = static_cast<State*>(kept) + row * row_stride + t * step_stride;
+        destinations.kept = static_cast<State*>(kept) + row * row_stride + t * step_stride;
       }
     }
-    return found;
+    return destinations;
   }
 };
 

@@ -182,12 +182,12 @@ struct RegionCta {
   // Calls use(row, o of the row, rstd) for the lane's row, if the CTA has it; the warp's 32 rows begin at `row`.
   template <typename Use>
   __device__ __forceinline__ void normalize(const float* o, int row, Use use) const {
-    const int own = row + threadIdx.x % kWarp, last = min(row + kWarp, end_row());
+    const int lane_row = row + threadIdx.x % kWarp, last = min(row + kWarp, end_row());
 #pragma unroll 1
     for (int head = head_of_row(row); head * sizes.V < last; ++head) {
       const float rstd = rstd_of(o + head * sizes.V);
-      if (own < last && own >= head * sizes.V && own < (head + 1) * sizes.V) {
-        use(own, o[own], rstd);
+      if (lane_row < last && lane_row >= head * sizes.V && lane_row < (head + 1) * sizes.V) {
+        use(lane_row, o[lane_row], rstd);
       }
     }
   }
@@ -226,8 +226,8 @@ struct DecodeRegion : RegionCta<Element, State, K> {
       expect_sent(&shared.sent, slot == kNoState ? 0 : Cta::bytes_of_o());
     }
     arrive_at_cluster();
-    Numbers numbers;
-    load_tokens(numbers, 0);
+    RoundInputs inputs;
+    load_tokens(inputs, 0);
     if (slot == kNoState) {
       for (int row = share.first_row() + threadIdx.x; row < end_row(); row += kDecodeThreads) {
         y[row] = from_float(Element(), 0.f);
@@ -236,15 +236,15 @@ struct DecodeRegion : RegionCta<Element, State, K> {
       return;
     }
     fetch(slot, 0);
-    load_windows(numbers, 0, slot);
+    load_windows(inputs, 0, slot);
     const Gates gates = load_gates(head_of(0));
-    convolve(numbers, 0, slot);
+    convolve(inputs, 0, slot);
     const int rounds = (max(keys(), kKeysOfThread * share.rows) + kKeysOfRound - 1) / kKeysOfRound;
 #pragma unroll 1
     for (int round = 1; round < rounds; ++round) {
-      load_tokens(numbers, round);
-      load_windows(numbers, round, slot);
-      convolve(numbers, round, slot);
+      load_tokens(inputs, round);
+      load_windows(inputs, round, slot);
+      convolve(inputs, round, slot);
     }
     __syncthreads();
     wait_for_cluster();  // the barriers of all CTAs are there
@@ -309,18 +309,18 @@ struct DecodeRegion : RegionCta<Element, State, K> {
   __device__ __forceinline__ static int value_of(int round) { return round * kDecodeThreads + threadIdx.x; }
 
   // Numbers as they are in memory. They are converted later, so that all loads are in flight at once.
-  struct ChannelNumbers {
+  struct ChannelInputs {
     uint16_t rows[kConvTaps];  // of the window, and the token's
     uint2 taps;
     uint16_t bias;
   };
-  struct Numbers {
-    ChannelNumbers keys[kKeysOfThread], value;
+  struct RoundInputs {
+    ChannelInputs keys[kKeysOfThread], value;
     uint32_t z, weight;  // of the norm
   };
 
   template <typename Use>
-  __device__ __forceinline__ void for_channels(Numbers& all, int round, Use use) const {
+  __device__ __forceinline__ void for_channels(RoundInputs& all, int round, Use use) const {
 #pragma unroll
     for (int i = 0; i < kKeysOfThread; ++i) {
       if (const Channel c = key_channel(key_of(round, i)); c.is_there) {
@@ -331,23 +331,23 @@ struct DecodeRegion : RegionCta<Element, State, K> {
       use(all.value, c);
     }
   }
-  __device__ __forceinline__ void load_tokens(Numbers& all, int round) const {
-    for_channels(all, round, [&](ChannelNumbers& numbers, const Channel& c) {
-      numbers.rows[kConvTaps - 1] = *reinterpret_cast<const uint16_t*>(c.x);
-      numbers.taps = filter.taps_of(c.number);
-      numbers.bias = filter.bias_of(c.number);
+  __device__ __forceinline__ void load_tokens(RoundInputs& all, int round) const {
+    for_channels(all, round, [&](ChannelInputs& inputs, const Channel& c) {
+      inputs.rows[kConvTaps - 1] = *reinterpret_cast<const uint16_t*>(c.x);
+      inputs.taps = filter.taps_of(c.number);
+      inputs.bias = filter.bias_of(c.number);
     });
     if (const Channel c = value_channel(round); c.is_there) {
       all.z = load_bits(tokens.z.template at<Element>(share.n, share.hk) + c.at);
       all.weight = load_bits(norm.weight, norm.weight_dtype, 0, c.at - Cta::head_of_row(c.at) * sizes.V);
     }
   }
-  __device__ __forceinline__ void load_windows(Numbers& all, int round, int64_t slot) const {
-    for_channels(all, round, [&](ChannelNumbers& numbers, const Channel& c) {
+  __device__ __forceinline__ void load_windows(RoundInputs& all, int round, int64_t slot) const {
+    for_channels(all, round, [&](ChannelInputs& inputs, const Channel& c) {
       const uint16_t* const window = window_of(slot, c.number) + (windows.columns - (kConvTaps - 1)) * windows.column;
 #pragma unroll
       for (int w = 0; w < kConvTaps - 1; ++w) {
-        numbers.rows[w] = window[w * windows.column];
+        inputs.rows[w] = window[w * windows.column];
       }
     });
   }
@@ -357,7 +357,7 @@ struct DecodeRegion : RegionCta<Element, State, K> {
   }
 
   // The windows of v have no other reader, so they are written here.
-  __device__ __forceinline__ void convolve(const Numbers& all, int round, int64_t slot) const {
+  __device__ __forceinline__ void convolve(const RoundInputs& all, int round, int64_t slot) const {
 #pragma unroll
     for (int i = 0; i < kKeysOfThread; ++i) {
       if (const int key = key_of(round, i); key < keys()) {
@@ -376,8 +376,8 @@ struct DecodeRegion : RegionCta<Element, State, K> {
     }
   }
   __device__ __forceinline__ static float number(uint32_t bits) { return unpack(Element(), bits).x; }
-  __device__ __forceinline__ static Element convolved(const ChannelNumbers& numbers) {
-    return convolve_channel<Element>(numbers.rows, numbers.taps, numbers.bias);
+  __device__ __forceinline__ static Element convolved(const ChannelInputs& inputs) {
+    return convolve_channel<Element>(inputs.rows, inputs.taps, inputs.bias);
   }
   // Writes the last rows of a channel, as many as the window has columns.
   __device__ __forceinline__ void write_window(int64_t slot, int channel, const uint16_t (&rows)[kConvTaps]) const {
@@ -437,11 +437,11 @@ struct DecodeRegion : RegionCta<Element, State, K> {
         fetch(slot, wave + 1);
         gates = load_gates(head_of(wave + 1));
       }
-      const int own = row_of(wave) + Rows::own_row();
-      const float v = own < end_row() ? to_float(shared.v[own - share.first_row()]) : 0.f;
+      const int lane_row = row_of(wave) + Rows::lane_row();
+      const float v = lane_row < end_row() ? to_float(shared.v[lane_row - share.first_row()]) : 0.f;
       const float out = rows.step(token, v);
       rows.write(state_of(slot, head));
-      Cta::send_o(shared.o, &shared.sent, head, Cta::has_output() ? own : end_row(), out);
+      Cta::send_o(shared.o, &shared.sent, head, Cta::has_output() ? lane_row : end_row(), out);
     }
   }
 
@@ -449,8 +449,8 @@ struct DecodeRegion : RegionCta<Element, State, K> {
   __device__ __forceinline__ void write_y() const {
     const int first_row = share.first_row();
     for (int row = first_row + warp() * kWarp; row < end_row(); row += kDecodeThreads) {
-      Cta::normalize(shared.o, row, [&](int own, float o, float rstd) {
-        y[own] = from_float(Element(), o * (rstd * shared.after[own - first_row]));
+      Cta::normalize(shared.o, row, [&](int lane_row, float o, float rstd) {
+        y[lane_row] = from_float(Element(), o * (rstd * shared.after[lane_row - first_row]));
       });
     }
   }

@@ -65,11 +65,13 @@ class RegionWindows(Bundle):
     """Windows [slots, D, columns] of any strides."""
 
     def __init__(self, dtype):
-        numbers = address(memory_type(dtype))
-        super().__init__(numbers=numbers, slot=T.int64, channel=T.int32, column=T.int32, columns=T.int32)
+        window_pool = address(memory_type(dtype))
+        super().__init__(window_pool=window_pool, slot=T.int64, channel=T.int32, column=T.int32, columns=T.int32)
 
     def record(self):
-        return extern("RegionWindows", pointer(self.numbers, "rw"), self.slot, self.channel, self.column, self.columns)
+        return extern(
+            "RegionWindows", pointer(self.window_pool, "rw"), self.slot, self.channel, self.column, self.columns
+        )
 
 
 class RegionInputs(Bundle):

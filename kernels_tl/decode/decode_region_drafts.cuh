@@ -39,9 +39,9 @@ struct alignas(16) DraftShared {
   Element keys[kDecodeTokens][2 * K], values[kDecodeTokens][kRows];  // mixed
   Element z[kDecodeTokens][kRows];
   Element x_keys[kDecodeTokens][2 * K], x_values[kDecodeTokens][kRows];  // after the convolution
-  uint16_t window[2 * K + kRows][kConvTaps];          // the rows before the tokens, of q, k and value rows
-  float norm_weight[kRows];                           // of the value rows
-  DecodeStates::Places<State> places[kDecodeTokens];  // of states after tokens, in slots or kept
+  uint16_t window[2 * K + kRows][kConvTaps];                      // the rows before the tokens, of q, k and value rows
+  float norm_weight[kRows];                                       // of the value rows
+  DecodeStates::Destinations<State> destinations[kDecodeTokens];  // of states after tokens, in slots or kept
   float q_factors[kDecodeTokens], k_factors[kDecodeTokens], qk[kDecodeTokens];
   int before[kDecodeTokens][kConvTaps - 1];  // the rows before a token, see row_before
   uint64_t sent;                             // barrier: o is complete
@@ -119,11 +119,11 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
 
   __device__ __forceinline__ bool has_windows() const { return filter.weight != nullptr; }
   // The CTA's value rows, in its arrays.
-  __device__ __forceinline__ int own_rows() const { return max(end_row() - share.first_row(), 0); }
+  __device__ __forceinline__ int cta_rows() const { return max(end_row() - share.first_row(), 0); }
   // Whether the thread has a value row of its own: that of its number.
   __device__ __forceinline__ bool has_row() const {
     static_assert(kRows <= kThreads);
-    return static_cast<int>(threadIdx.x) < own_rows();
+    return static_cast<int>(threadIdx.x) < cta_rows();
   }
 
   __device__ __forceinline__ void clear(int64_t begin, int64_t end) const {
@@ -149,8 +149,8 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
     };
     fetch_row(shared.keys[t], tokens.q, 0, sizes.K);
     fetch_row(shared.keys[t] + sizes.K, tokens.k, 0, sizes.K);
-    fetch_row(shared.values[t], tokens.v, share.first_row(), own_rows());
-    fetch_row(shared.z[t], tokens.z, share.first_row(), own_rows());
+    fetch_row(shared.values[t], tokens.v, share.first_row(), cta_rows());
+    fetch_row(shared.z[t], tokens.z, share.first_row(), cta_rows());
     commit_copies();
   }
   // A lane copies its own part of a wave's rows, so it waits for its own copies only.
@@ -177,10 +177,10 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
     const FirstSlots& slots = plan.first_slots;
     return slots.indices ? slots.checked(slots.indices.fresh(share.n)) : share.n;
   }
-  // Sets `before` and `places`.
+  // Sets `before` and `destinations`.
   __device__ __forceinline__ void list_tokens(int count, int64_t slot) const {
     if (const int t = threadIdx.x; t < count) {
-      shared.places[t] = states.template places<State>(plan, share.n, t, count, slot);
+      shared.destinations[t] = states.template destinations<State>(plan, share.n, t, count, slot);
       int row = t;
 #pragma unroll
       for (int w = kConvTaps - 2; w >= 0; --w) {
@@ -215,7 +215,7 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
   __device__ __forceinline__ void for_channels(Use use) const {
 #pragma unroll
     for (int i = 0; i < kThreadChannels; ++i) {
-      if (const int channel = i * kThreads + threadIdx.x; channel < keys() + own_rows()) {
+      if (const int channel = i * kThreads + threadIdx.x; channel < keys() + cta_rows()) {
         use(i, channel);
       }
     }
@@ -292,7 +292,7 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
       return;
     }
 #pragma unroll 1
-    for (int channel = threadIdx.x; channel < keys() + own_rows(); channel += kThreads) {
+    for (int channel = threadIdx.x; channel < keys() + cta_rows(); channel += kThreads) {
       const bool is_key = channel < keys();
       if (!is_key) {
         write_window(count, columns, window_slot, channel);
@@ -383,7 +383,7 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
     for (int wave = 0; wave < waves; ++wave) {
       const float decay = expf(log_decay(from_bits(gates.a, activations, Activation::kG), gates.bits, activations));
       const float beta = step_size(from_bits(gates.b, activations, Activation::kBeta), activations);
-      const int head = head_of(wave), own = row_of(wave) + Rows::own_row();
+      const int head = head_of(wave), lane_row = row_of(wave) + Rows::lane_row();
       Rows rows = rows_of(wave);
       Rows::await();
       rows.set(shared.tiles[warp()]);
@@ -415,11 +415,11 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
           token.qk = shared.qk[at];
           token.decay = __shfl_sync(~0u, decay, at);
           token.beta = __shfl_sync(~0u, beta, at);
-          const float v = own < end_row() ? to_float(shared.x_values[at][own - share.first_row()]) : 0.f;
+          const float v = lane_row < end_row() ? to_float(shared.x_values[at][lane_row - share.first_row()]) : 0.f;
           out = rows.step(token, v);
         }
-        Cta::send_o(shared.o[t], &shared.sent, head, Cta::has_output() ? own : end_row(), out);
-        shared.places[t].for_each([&](State* to) { rows.write(to + Cta::in_state(head)); });
+        Cta::send_o(shared.o[t], &shared.sent, head, Cta::has_output() ? lane_row : end_row(), out);
+        shared.destinations[t].for_each([&](State* to) { rows.write(to + Cta::in_state(head)); });
       }
       if (has_next && plan.parents) {
         fetch(slot, wave + 1);
@@ -429,13 +429,13 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
 
   // The norm of the CTA's value rows.
   __device__ __forceinline__ void write_y(int64_t begin, int count) const {
-    const int first_row = share.first_row(), parts = (own_rows() + kWarp - 1) / kWarp;
+    const int first_row = share.first_row(), parts = (cta_rows() + kWarp - 1) / kWarp;
     for (int i = warp(); i < count * parts; i += kWarps) {
       const int t = i / parts, row = first_row + i % parts * kWarp;
-      Cta::normalize(shared.o[t], row, [&](int own, float o, float rstd) {
-        const float z = to_float(shared.z[t][own - first_row]);
-        const float after = shared.norm_weight[own - first_row] * norm.gate(z, GatedNorm::power(z));
-        y[(begin + t) * y_token + own] = from_float(Element(), o * (rstd * after));
+      Cta::normalize(shared.o[t], row, [&](int lane_row, float o, float rstd) {
+        const float z = to_float(shared.z[t][lane_row - first_row]);
+        const float after = shared.norm_weight[lane_row - first_row] * norm.gate(z, GatedNorm::power(z));
+        y[(begin + t) * y_token + lane_row] = from_float(Element(), o * (rstd * after));
       });
     }
   }

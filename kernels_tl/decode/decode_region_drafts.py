@@ -51,9 +51,9 @@ class KeptWindows(Bundle):
     """Windows after tokens, [rows, steps, D, 3] of any strides; no rows: none are kept."""
 
     def __init__(self, dtype):
-        numbers = address(memory_type(dtype))
+        windows = address(memory_type(dtype))
         strides = {"window_row": T.int64, "window_step": T.int64, "window_channel": T.int32, "window_column": T.int32}
-        super().__init__(kept_windows=numbers, **strides, window_rows=T.int32, window_steps=T.int32)
+        super().__init__(kept_windows=windows, **strides, window_rows=T.int32, window_steps=T.int32)
 
     def record(self, windows):
         """The DraftWindows of these and the pool's."""

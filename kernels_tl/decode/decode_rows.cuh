@@ -16,13 +16,13 @@ __device__ __forceinline__ float sum_and_scatter(const float (&x)[kCount], int l
     const float sum[1] = {x[0] + __shfl_xor_sync(~0u, x[0], kHalf)};
     return sum_and_scatter<kHalf>(sum, lane);
   } else {
-    float own[kCount / 2];
+    float sums[kCount / 2];
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
       const float low = x[i], high = x[i + kCount / 2];
-      own[i] = (lane & kHalf ? high : low) + __shfl_xor_sync(~0u, lane & kHalf ? low : high, kHalf);
+      sums[i] = (lane & kHalf ? high : low) + __shfl_xor_sync(~0u, lane & kHalf ? low : high, kHalf);
     }
-    return sum_and_scatter<kHalf>(own, lane);
+    return sum_and_scatter<kHalf>(sums, lane);
   }
 }
 
@@ -69,46 +69,46 @@ class StateRows {
     with_format<State>(dtype_, [&](auto format) {
 #pragma unroll
       for (int p = 0; p < kPieces; ++p) {
-        unpack_piece(format, numbers_of(p), raw[p]);
+        unpack_piece(format, channels_of(p), raw[p]);
       }
     });
   }
   // A lane's piece of a row: L::kPieceChannels numbers.
   template <typename Format>
-  __device__ __forceinline__ static void unpack_piece(Format format, float* numbers, const uint4& raw) {
+  __device__ __forceinline__ static void unpack_piece(Format format, float* channels, const uint4& raw) {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (sizeof(State) == 4) {
-        numbers[i] = __uint_as_float(words[i]);
+        channels[i] = __uint_as_float(words[i]);
       } else {
         const float2 pair = unpack(format, words[i]);
-        numbers[2 * i] = pair.x;
-        numbers[2 * i + 1] = pair.y;
+        channels[2 * i] = pair.x;
+        channels[2 * i + 1] = pair.y;
       }
     }
   }
   template <bool kE5M2>
-  __device__ __forceinline__ static void unpack_piece(std::integral_constant<bool, kE5M2>, float* numbers,
+  __device__ __forceinline__ static void unpack_piece(std::integral_constant<bool, kE5M2>, float* channels,
                                                       const uint2& raw) {
     const uint32_t words[2] = {raw.x, raw.y};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 pair = unpack(__half(), unpack_8<kE5M2>(i % 2 ? words[i / 2] >> 16 : words[i / 2]));
-      numbers[2 * i] = pair.x;
-      numbers[2 * i + 1] = pair.y;
+      channels[2 * i] = pair.x;
+      channels[2 * i + 1] = pair.y;
     }
   }
   // The inverse of unpack_piece.
   template <typename Format>
-  __device__ __forceinline__ static uint4 pack_piece(Format format, const float* numbers) {
+  __device__ __forceinline__ static uint4 pack_piece(Format format, const float* channels) {
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (sizeof(State) == 4) {
-        words[i] = __float_as_uint(numbers[i]);
+        words[i] = __float_as_uint(channels[i]);
       } else {
-        words[i] = pack(format, numbers[2 * i], numbers[2 * i + 1]);
+        words[i] = pack(format, channels[2 * i], channels[2 * i + 1]);
       }
     }
     return {words[0], words[1], words[2], words[3]};
@@ -122,7 +122,7 @@ class StateRows {
     with_format<State>(dtype_, [&](auto format) {
 #pragma unroll
       for (int p = 0; p < kPieces; ++p) {
-        const Piece piece = pack_piece(format, numbers_of(p));
+        const Piece piece = pack_piece(format, channels_of(p));
         if (is_there(p)) {
           __stcg(reinterpret_cast<Piece*>(state + offset(p)), piece);
         }
@@ -131,7 +131,7 @@ class StateRows {
   }
 
   // The lane's own row of the warp, for v and o. The first half of a row's lanes compute changes, the others outputs.
-  __device__ __forceinline__ static int own_row() {
+  __device__ __forceinline__ static int lane_row() {
     return L::lane() % (L::kLanes / 2) / kLanesOfSum * L::kTogether + L::row_of_group();
   }
 
@@ -159,7 +159,7 @@ class StateRows {
   // Stores `out`, in each lane the output of its own row: the result of step. `dtype` is the Dtype of Bits16.
   template <typename Element>
   __device__ __forceinline__ void write_output(Element* o, float out, int dtype = 0) const {
-    const int row = row_ + own_row();
+    const int row = row_ + lane_row();
     if (L::lane() >= L::kLanes / 2 && L::lane() % kLanesOfSum == 0 && row < V_) {
       with_format<Element>(dtype,
                            [=](auto format) { reinterpret_cast<decltype(format)*>(o)[row] = from_float(format, out); });
@@ -172,11 +172,11 @@ class StateRows {
   float S_[L::kRows][L::kChannels];
 
  private:
-  __device__ __forceinline__ float* numbers_of(int p) {
+  __device__ __forceinline__ float* channels_of(int p) {
     return S_[p / L::kPieces] + p % L::kPieces * L::kPieceChannels;
   }
-  __device__ __forceinline__ const float* numbers_of(int p) const {
-    return const_cast<StateRows*>(this)->numbers_of(p);
+  __device__ __forceinline__ const float* channels_of(int p) const {
+    return const_cast<StateRows*>(this)->channels_of(p);
   }
 
   __device__ __forceinline__ int row(int r) const { return row_ + r * L::kTogether + L::row_of_group(); }

@@ -135,7 +135,7 @@ template <typename Element, typename State, typename L, int kTileRows>
 class PreparedTokens {
  public:
   static constexpr int K = L::kDim;
-  using Places = DecodeStates::Places<State>;
+  using Destinations = DecodeStates::Destinations<State>;
   static constexpr int kRowsOfLane = kTileRows / kWarp;  // neighbouring rows of v that a lane loads
 
   struct alignas(sizeof(Element) * kRowsOfLane) Values {
@@ -149,7 +149,7 @@ class PreparedTokens {
     float4 q[kDecodeTokens][K / 4], k[kDecodeTokens][K / 4];
     float v[kDecodeTokens][kTileRows];
     float decay[kDecodeTokens], beta[kDecodeTokens], qk[kDecodeTokens];
-    Places places[kDecodeTokens];  // destinations of the states after tokens; only `want` sets them
+    Destinations destinations[kDecodeTokens];  // destinations of the states after tokens; only `want` sets them
   };
 
   __device__ __forceinline__ PreparedTokens(Shared& shared, const DecodePlan& plan, const DecodeTokens& tokens,
@@ -203,7 +203,7 @@ class PreparedTokens {
           const int token = block * kDecodeTokens + t;
           const Raw raw = load(token);
           if (threadIdx.x % kWarp == 0) {
-            shared_.places[t] = states_.template places<State>(plan_, n_, token, count_, slot_);
+            shared_.destinations[t] = states_.template destinations<State>(plan_, n_, token, count_, slot_);
           }
           store(t, raw);
         }
@@ -226,7 +226,9 @@ class PreparedTokens {
     return lane_token;
   }
   __device__ __forceinline__ float v(int token, int row) const { return shared_.v[token % kDecodeTokens][row]; }
-  __device__ __forceinline__ Places places(int token) const { return shared_.places[token % kDecodeTokens]; }
+  __device__ __forceinline__ Destinations destinations(int token) const {
+    return shared_.destinations[token % kDecodeTokens];
+  }
 
  private:
   __device__ __forceinline__ static int row_of_lane() { return threadIdx.x % kWarp * kRowsOfLane; }
