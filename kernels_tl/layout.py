@@ -118,7 +118,7 @@ class SegmentColumn:
     COUNT = 8
 
 
-class OwnSegment:
+class UnplannedSegment:
     """Columns after those of SegmentColumn where a CTA finds its segment itself: the row after the sequence's tokens,
     which exceeds ROW + LENGTH if the sequence has no slot, and the first row that no sequence covers."""
 
@@ -227,7 +227,7 @@ class Ring:
     STAGES, VALUE_STAGES = 3, 2
 
 
-class Place:
+class ConsumerBits:
     """One register of a consumer of fused_forward. The names are the first bits of: its offset in a tile and its column
     in a fragment (core/tiles.cuh), its warpgroup, the next entry of the ring of work tiles, its phase (WAVE has
     both), its Ring."""

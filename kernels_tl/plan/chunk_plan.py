@@ -211,7 +211,7 @@ def chunk_plan():
             count = T.alloc_var("int32")
             part = T.alloc_var("int32")
             slot = T.alloc_var("int32")
-            own = T.alloc_var("int32")
+            state_slot = T.alloc_var("int32")
             initial = T.alloc_var("int32")
             rows_before = T.alloc_var("int32", init=0)
             tokens_before = T.alloc_var("int32", init=0)  # tokens of earlier steps
@@ -239,19 +239,19 @@ def chunk_plan():
                     begin = ends[tx - 1]
                 count = count_chunks(end - begin, checkpoint_every)
                 part = 0
-                own = NO_STATE
+                state_slot = NO_STATE
                 initial = NO_STATE
                 if n < N:
-                    own = extern("slot_of", slots.record(), n, returns="int32")
-                    part = T.Select(own == NO_STATE, 1, T.max(T.truncdiv(count + size - 1, size), 1))
-                    initial = extern("first_state_slot", presence.record(slots), own, n, returns="int32")
+                    state_slot = extern("slot_of", slots.record(), n, returns="int32")
+                    part = T.Select(state_slot == NO_STATE, 1, T.max(T.truncdiv(count + size - 1, size), 1))
+                    initial = extern("first_state_slot", presence.record(slots), state_slot, n, returns="int32")
                 up_to = T.alloc_var("int32", init=extern(f"running_sum<{THREADS}>", count, returns="int32"))
                 begins[tx] = begin
                 counts[tx] = count
-                ranks[tx] = T.Select((own == NO_STATE) & sequences.offsets.exists, 0, count)
+                ranks[tx] = T.Select((state_slot == NO_STATE) & sequences.offsets.exists, 0, count)
                 sums[tx] = up_to
                 parts[tx] = part
-                owned[tx] = own
+                owned[tx] = state_slot
                 T.sync_threads()
                 if checkpoint_every > 0:
                     kept = T.alloc_var("int32", init=T.truncdiv(end - begin, checkpoint_every))
@@ -286,20 +286,27 @@ def chunk_plan():
                     final = T.alloc_var(
                         "int32",
                         init=extern(
-                            "last_state_slot", presence.record(slots), own, initial, begin == end, returns="int32"
+                            "last_state_slot",
+                            presence.record(slots),
+                            state_slot,
+                            initial,
+                            begin == end,
+                            returns="int32",
                         ),
                     )
                     plan.sequences[n, SequenceColumn.INITIAL] = initial
                     plan.sequences[n, SequenceColumn.FINAL] = final
-                    own_end = T.Select(own == NO_STATE, begin, end)
+                    segments_end = T.Select(state_slot == NO_STATE, begin, end)
                     states = SimpleNamespace(
                         initial=initial, final=final, on_pool=presence.on_pool, checkpoint_every=checkpoint_every
                     )
-                    write_segments(plan.segments, n, slot, begin, own_end, first, part, size, states)
+                    write_segments(plan.segments, n, slot, begin, segments_end, first, part, size, states)
                     if cuts.map_slots > 0:
                         is_mapped = (n == cuts.mapped_0) | (n == cuts.mapped_1)
                         without = T.alloc_var("int32", init=T.Select(is_mapped, cuts.dropped, 0))
-                        write_segments(cuts.map_segments, n, slot, begin, own_end, first, part, size, states, without)
+                        write_segments(
+                            cuts.map_segments, n, slot, begin, segments_end, first, part, size, states, without
+                        )
                 tokens_before = ends[THREADS - 1]
                 chunks_before += total
                 T.sync_threads()

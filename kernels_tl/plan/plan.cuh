@@ -49,9 +49,9 @@ __device__ __forceinline__ void put_padding(int* row, int begin, int tokens, int
 __device__ __forceinline__ int slot_of(const Slots& slots, int n) { return slots(n); }
 __device__ __forceinline__ int64_t offset_of(const Table& offsets, int n) { return offsets(n); }
 
-// The slot that a sequence with a slot `own` starts from: that of the table or, without a table, its own.
-__device__ __forceinline__ int first_slot_of(const Slots& first, int own, int n) {
-  return own == kNoState || !first.indices ? own : first(n);
+// The slot that a sequence with the slot `state_slot` starts from: that of the table or, without a table, its own.
+__device__ __forceinline__ int first_slot_of(const Slots& first, int state_slot, int n) {
+  return state_slot == kNoState || !first.indices ? state_slot : first(n);
 }
 
 // Which states exist: StatePresence of kernels_tl/bundles.py. `first` is the table of first states.
@@ -69,15 +69,15 @@ struct Presence {
   }
 };
 
-// The slot of the first state of sequence n, whose slot is `own`, or kNoState.
-__device__ __forceinline__ int first_state_slot(const Presence& presence, int own, int n) {
-  return presence.has_first(n) ? first_slot_of(presence.first, own, n) : kNoState;
+// The slot of the first state of sequence n, whose slot is `state_slot`, or kNoState.
+__device__ __forceinline__ int first_state_slot(const Presence& presence, int state_slot, int n) {
+  return presence.has_first(n) ? first_slot_of(presence.first, state_slot, n) : kNoState;
 }
 // The slot of its last state, or kNoState. A sequence without tokens leaves its slot of a pool alone: another sequence
 // may have that slot.
-__device__ __forceinline__ int last_state_slot(const Presence& presence, int own, int first, bool is_empty) {
+__device__ __forceinline__ int last_state_slot(const Presence& presence, int state_slot, int first, bool is_empty) {
   const bool is_unchanged = presence.on_pool && is_empty && first != kNoState;
-  return presence.has_final && !is_unchanged ? own : kNoState;
+  return presence.has_final && !is_unchanged ? state_slot : kNoState;
 }
 
 // The slot of the checkpoint after a chunk, or kNoState. A sequence's i-th checkpoint follows i * every tokens. Its
@@ -172,24 +172,25 @@ __device__ __forceinline__ int owner_of(int slot, const Extent& extent, int N, c
   return __ffs(__ballot_sync(~0u, lane < N && before == slot)) - 1;
 }
 
-// found = the first token row and the tokens of a slot of `segments`. Each warp that needs them calls it. If lengths
-// differ, it assumes what owner_of does. A sequence without a slot has no tokens in the table.
-__device__ __forceinline__ void find_segment(int* found, int slot, const Sequences& sequences, const Slots& slots) {
+// row_and_length = the first token row and the tokens of a slot of `segments`. Each warp that needs them calls it. If
+// lengths differ, it assumes what owner_of does. A sequence without a slot has no tokens in the table.
+__device__ __forceinline__ void find_segment(int* row_and_length, int slot, const Sequences& sequences,
+                                             const Slots& slots) {
   if (!sequences.offsets) {
-    found[0] = slot * sequences.uniform_length;
-    found[1] = slots(slot) == kNoState ? 0 : sequences.uniform_length;
+    row_and_length[0] = slot * sequences.uniform_length;
+    row_and_length[1] = slots(slot) == kNoState ? 0 : sequences.uniform_length;
     return;
   }
   const Extent extent = lane_extent(sequences, 0, 0);
   const int owner = owner_of(slot, extent, sequences.N, slots);
-  found[0] = __shfl_sync(~0u, extent.begin, owner);
-  found[1] = slots(owner) == kNoState ? 0 : __shfl_sync(~0u, extent.end, owner) - found[0];
+  row_and_length[0] = __shfl_sync(~0u, extent.begin, owner);
+  row_and_length[1] = slots(owner) == kNoState ? 0 : __shfl_sync(~0u, extent.end, owner) - row_and_length[0];
 }
 
-// Writes to `to` what chunk_plan would write to a slot of `segments`, as far as fused_forward reads it. OwnSegment has
-// two more columns. One warp calls it. It assumes what find_segment does.
-__device__ __forceinline__ void find_own_segment(void* to, int slot, const Sequences& sequences, const Slots& slots,
-                                                 const Presence& presence) {
+// Writes to `to` what chunk_plan would write to a slot of `segments`, as far as fused_forward reads it.
+// UnplannedSegment has two more columns. One warp calls it. It assumes what find_segment does.
+__device__ __forceinline__ void find_unplanned_segment(void* to, int slot, const Sequences& sequences,
+                                                       const Slots& slots, const Presence& presence) {
   int n = slot, begin = slot * sequences.uniform_length, end = begin + sequences.uniform_length;
   int covered = sequences.tokens;
   if (sequences.offsets) {
@@ -199,16 +200,16 @@ __device__ __forceinline__ void find_own_segment(void* to, int slot, const Seque
     end = __shfl_sync(~0u, extent.end, n);
     covered = __shfl_sync(~0u, extent.end, kLanes - 1);
   }
-  const int own = slots(n), first = first_state_slot(presence, own, n);
+  const int state_slot = slots(n), first = first_state_slot(presence, state_slot, n);
   if ((threadIdx.x & 31) == 0) {
     int* const row = static_cast<int*>(to);
     row[SegmentColumn::kRow] = begin;
-    row[SegmentColumn::kLength] = own == kNoState ? 0 : end - begin;
+    row[SegmentColumn::kLength] = state_slot == kNoState ? 0 : end - begin;
     row[SegmentColumn::kInitial] = first;
-    row[SegmentColumn::kFinal] = last_state_slot(presence, own, first, begin == end);
+    row[SegmentColumn::kFinal] = last_state_slot(presence, state_slot, first, begin == end);
     row[SegmentColumn::kUntil] = kWholeSequence;
-    row[OwnSegment::kEnd] = end;
-    row[OwnSegment::kCovered] = covered;
+    row[UnplannedSegment::kEnd] = end;
+    row[UnplannedSegment::kCovered] = covered;
   }
 }
 

@@ -6,7 +6,7 @@
 #include "core/state_tiles.cuh"
 #include "core/wgmma.cuh"
 #include "matrices/chunk_matrices.cuh"
-#include "states/consumer_place.cuh"
+#include "states/consumer_position.cuh"
 #include "states/fused_gates.cuh"
 
 namespace flash_qla::device {
@@ -36,22 +36,22 @@ __device__ __forceinline__ void clear_bytes(void* begin, int64_t bytes) {
 //   O of chunk c       3 p + u + 1 if w = 1, 3 p + 2 u + 1 if w = 0
 //   A of chunk c + 2   the number after O of chunk c; A of chunk w has number 0
 //
-// Content n may be written once the epilogue warp has arrived n times, so the wait is for parity (n - 1) % 2. A place
-// holds w as its warpgroup, u as its value stage, and p % 2 as that stage's phase.
+// Content n may be written once the epilogue warp has arrived n times, so the wait is for parity (n - 1) % 2. A
+// position holds w as its warpgroup, u as its value stage, and p % 2 as that stage's phase.
 
 // Waits until the tile is free for O.
 template <typename Barrier>
 __device__ __forceinline__ void wait_for_tile(Barrier& stored, int number) {
-  const ConsumerPlace place(number);
-  const int w = place.warpgroup(), u = place.value_stage(), p = place.value_phase();
+  const ConsumerPosition position(number);
+  const int w = position.warpgroup(), u = position.value_stage(), p = position.value_phase();
   (&stored)[w].wait(p ^ (u & w));
 }
 
 // Waits until the tile is free for A. Returns w.
 template <typename Barrier>
 __device__ __forceinline__ int wait_for_tile_of_A(Barrier& stored, int number) {
-  const ConsumerPlace place(number);
-  const int w = place.warpgroup(), u = place.value_stage(), p = place.value_phase();
+  const ConsumerPosition position(number);
+  const int w = position.warpgroup(), u = position.value_stage(), p = position.value_phase();
   (&stored)[w].wait(p ^ u ^ 1);
   return w;
 }
@@ -305,10 +305,10 @@ __device__ __forceinline__ void stage_inverse(const float (&X)[4][2][4], const f
 }
 
 // Barriers of a stage: the gates' table is complete (gated), K and Q have arrived (loaded), L and P are complete
-// (made). stored and staged are barriers of the tiles of O.
+// (matrices_staged). stored and staged are barriers of the tiles of O.
 template <typename Barrier>
 struct MakerBarriers {
-  Barrier &gated, &loaded, &made, &stored, &staged;
+  Barrier &gated, &loaded, &matrices_staged, &stored, &staged;
 };
 
 // Tiles of a stage, the warpgroup's scratch, and the tiles of O. *length is negative without a chunk.
@@ -325,12 +325,12 @@ struct MakerTiles {
 // epilogue warp waits for this arrival.
 template <typename T, bool kNormalize, bool kLowLevel, typename Barrier>
 __device__ __forceinline__ void make_matrices(const MakerBarriers<Barrier>& ready, const MakerTiles& tiles, int phase,
-                                              float scale, int barrier, int place) {
+                                              float scale, int barrier, int position) {
   ready.gated.wait(phase);
   const int valid = *tiles.length;
   if (valid < 0) {
     if constexpr (kLowLevel) {
-      (&ready.staged)[wait_for_tile_of_A(ready.stored, place)].arrive();
+      (&ready.staged)[wait_for_tile_of_A(ready.stored, position)].arrive();
     }
     return;
   }
@@ -373,9 +373,9 @@ __device__ __forceinline__ void make_matrices(const MakerBarriers<Barrier>& read
   maker.invert(X);
   maker.put_inverse(tiles.L, X, D);
   fence_boxes();
-  ready.made.arrive();
+  ready.matrices_staged.arrive();
   if constexpr (kLowLevel) {
-    const int warpgroup = wait_for_tile_of_A(ready.stored, place);
+    const int warpgroup = wait_for_tile_of_A(ready.stored, position);
     stage_inverse<T, kNormalize>(X, tiles.table, static_cast<char*>(tiles.O) + warpgroup * (kChunk * 128));
     (&ready.staged)[warpgroup].arrive();
   }

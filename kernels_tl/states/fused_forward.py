@@ -16,8 +16,9 @@ Timeline (core/pipeline.py). The warpgroups ping-pong: while one runs a step, th
     epilogue warp 0                                 |      |O 0       |      |O 1       |O 2       |      |O 3       |
     epilogue warp 1                                 |      |O 0       |O 1   |          |O 2       |O 3   |          |
 
-    K Q: released>, >loaded   V: released_v>, >loaded_v   gates: released>, >gated   L P: gated>, loaded>, >made
-    step: made>, loaded_v>, V_new, >released_v, stored>, S and O, >released, >staged     O: staged>, >stored
+    K Q: released>, >loaded   V: released_v>, >loaded_v   gates: released>, >gated
+    L P: gated>, loaded>, >matrices_staged                O: staged>, >stored
+    step: matrices_staged>, loaded_v>, V_new, >released_v, stored>, S and O, >released, >staged
 
 forward.cpp launches [ctas] CTAs, at most [segments * H_v * value_tiles]: persistent, each looping over work tiles
 (segment, head, tile). Each tile of a head computes the head's L and P again. The chunks of all tiles of a CTA are one
@@ -86,15 +87,15 @@ from kernels_tl.layout import (
     NO_STATE,
     PADDING,
     ChunkColumn,
+    ConsumerBits,
     FusedGate,
     NamedBarrier,
-    OwnSegment,
-    Place,
     Ring,
     SegmentColumn,
+    UnplannedSegment,
 )
-from kernels_tl.states import consumer_place as at_place
-from kernels_tl.states.consumer_place import next_chunk, next_wave, stage, value_stage
+from kernels_tl.states import consumer_position
+from kernels_tl.states.consumer_position import next_chunk, next_wave, stage, value_stage
 from kernels_tl.states.recurrence import (
     begin_scales,
     begin_step,
@@ -123,7 +124,7 @@ CONSUMERS = TILE.consumers
 PRODUCER, EPILOGUE, GATES = 0, 1, 3  # the producers' first warps by role; EPILOGUE is one for each consumer warpgroup
 SCRATCH = 6 * BLOCK**2 + 3 * INVERSE_STRIDE + BLOCK**2  # floats of a warpgroup: see states/fused_forward.cuh
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = TILE.registers
-WAVES = Place.WAVES
+WAVES = ConsumerBits.WAVES
 # The number after the last work tile's. In the ring of work tiles a negative entry x is tile -1 - x, and no chunk
 # follows.
 NO_WORK = 2**31 - 1
@@ -149,7 +150,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
     options = f"{element_type(dtype)}, {str(normalize).lower()}, {str(low_level).lower()}"
 
     def make_tiles():
-        few = {"work_tiles": ([WAVES], "int32")} if planned else {"row_of_segment": ([OwnSegment.COUNT], "int32")}
+        few = {"work_tiles": ([WAVES], "int32")} if planned else {"row_of_segment": ([UnplannedSegment.COUNT], "int32")}
         few |= tile_of_scales(dtype, V)
         if low_level:  # the first row of A of a stage's chunk, or NO_ROW; its head
             few |= {"rows_of_A": ([STAGES], "int32"), "heads_of_A": ([STAGES], "int32")}
@@ -175,7 +176,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         return barriers(
             loaded=[32] * STAGES,  # producer warp to L P: a stage's K and Q have arrived
             gated=[32] * STAGES,  # gates warp to L P: a chunk's table is complete
-            made=[128] * STAGES,  # a warpgroup to the consumers: L and P are complete
+            matrices_staged=[128] * STAGES,  # a warpgroup to the consumers: L and P are complete
             released=[CONSUMERS] * STAGES,  # consumers to producer and gates warps: the stage is free
             loaded_v=[32] * VALUE_STAGES,  # producer warp to consumers: a stage's V has arrived
             released_v=[CONSUMERS] * VALUE_STAGES,  # consumers to producer warp: the stage of V is free
@@ -193,13 +194,13 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         chunks = T.if_then_else(is_used, T.max(memory[work.segment, work.hv], 0), 0)
         return T.alloc_var("int32", init=chunks * C)
 
-    def own_tokens(segments, work):
+    def segment_tokens(segments, work):
         """Tokens of a work tile's segment."""
         return T.alloc_var("int32", init=segments[work.segment, SegmentColumn.LENGTH])
 
-    def is_own(rest, own):
-        """Whether the chunk is the segment's, which has `own` tokens, with `rest` tokens of the work tile left."""
-        return (rest <= own) if cut else True
+    def in_segment(rest, length):
+        """Whether the chunk is the segment's, which has `length` tokens, with `rest` tokens of the work tile left."""
+        return (rest <= length) if cut else True
 
     @T.macro
     def put_work(tiles, ready, wave: T.Ref, entry):
@@ -232,11 +233,18 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         return T.max(entry, -1 - entry)
 
     @T.macro
-    def make_matrices(tiles, ready, s, in_phase, warpgroup, place, scale):
+    def make_matrices(tiles, ready, s, in_phase, warpgroup, position, scale):
         """A warpgroup computes L and P of the chunk in stage s."""
         extern(
             f"make_matrices<{options}>",
-            extern("MakerBarriers", ready.gated[s], ready.loaded[s], ready.made[s], ready.stored[0], ready.staged[0]),
+            extern(
+                "MakerBarriers",
+                ready.gated[s],
+                ready.loaded[s],
+                ready.matrices_staged[s],
+                ready.stored[0],
+                ready.staged[0],
+            ),
             extern(
                 "MakerTiles",
                 T.access_ptr(tiles.lengths[s], "r"),
@@ -251,42 +259,44 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             in_phase,
             scale,
             NamedBarrier.FUSED_MAKER + warpgroup,
-            place,
+            position,
         )
 
     @T.macro
-    def step(r, tiles, ready, now: T.Ref, place: T.Ref, left: T.Ref, scale):
+    def step(r, tiles, ready, now: T.Ref, position: T.Ref, left: T.Ref, scale):
         """A consumer's step, from the chunk's tiles to the tile of O. After every other step the warpgroup computes the
         matrices of the chunk two ahead."""
         tile, value = stage(now), value_stage(now)
         s, u = tile.index, value.index
-        warpgroup = at_place.warpgroup(place)
-        tile.wait_for(ready.made)
+        warpgroup = consumer_position.warpgroup(position)
+        tile.wait_for(ready.matrices_staged)
         value.wait_for(ready.loaded_v)
         if left < C:
             clear_rows_after(tiles.V, left, WARPGROUP, u, warpgroup)
             T.fence_proxy_async()  # before the stage's next load
             extern("sync_warpgroup", NamedBarrier.FUSED_TAIL + warpgroup)
-        scale_values(r, tiles, tiles.V[u, 0, 0, 0], at_place.offset(place))
-        begin_step(r, tiles, s, tiles.V[u, 0, 0, 0], at_place.offset(place), at_place.column(place))
+        scale_values(r, tiles, tiles.V[u, 0, 0, 0], consumer_position.offset(position))
+        begin_step(
+            r, tiles, s, tiles.V[u, 0, 0, 0], consumer_position.offset(position), consumer_position.column(position)
+        )
         if is_never(sizes):  # keeps the code before it from moving below the wait
             extern("trap")
         T.wait_wgmma(0)
         value.arrive(ready.released_v)
         # This wait passes at once here. After the products it would cost 2 %.
         if low_level:
-            extern("wait_for_tile", ready.stored[0], place)
+            extern("wait_for_tile", ready.stored[0], position)
         else:
             Stage(warpgroup, u).wait_until_free(ready.stored)
         end_step(r, tiles, s)
         tile.arrive(ready.released)
         O_s = tiles.O[0, 0, 0]
-        extern(f"stage_transposed<{r.element}>", r.O.data, T.access_ptr(O_s, "w"), at_place.offset(place))
+        extern(f"stage_transposed<{r.element}>", r.O.data, T.access_ptr(O_s, "w"), consumer_position.offset(position))
         T.barrier_arrive(ready.staged[warpgroup])
         if u == warpgroup:  # two chunks ahead: the stage before this one
             before = T.if_then_else(s == 0, STAGES - 1, s - 1)
             before_phase = T.if_then_else(s == 0, tile.parity, tile.parity ^ 1)
-            make_matrices(tiles, ready, before, before_phase, warpgroup, place, scale)
+            make_matrices(tiles, ready, before, before_phase, warpgroup, position, scale)
 
     @T.macro
     def read_first_state(r, segments, work, extra, initial, scanned):
@@ -307,10 +317,10 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         """The consumers: a loop over work tiles."""
         tx = T.get_thread_binding()
         r = registers(V, K, dtype, TILE.early_factors)
-        place = T.alloc_var("int32", init=at_place.place_of_thread(C * ROWS * 2))
+        position = T.alloc_var("int32", init=consumer_position.position_of_thread(C * ROWS * 2))
         extern("clear_matrices", T.access_ptr(tiles.L, "w"), T.access_ptr(tiles.P, "w"), STAGES)
         T.sync_threads(NamedBarrier.FUSED_BEGIN, CONSUMERS)
-        make_matrices(tiles, ready, T.truncdiv(tx, 128), 0, T.truncdiv(tx, 128), place, scale)
+        make_matrices(tiles, ready, T.truncdiv(tx, 128), 0, T.truncdiv(tx, 128), position, scale)
 
         if planned:
             T.pdl_sync()
@@ -340,9 +350,11 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 tiles.done[tx] += left
                 begin_scales(r, tiles)
                 while left > 0:
-                    now = T.alloc_var("int32", init=extern("uniform", at_place.ring(place), returns="int32"))
-                    step(r, tiles, ready, now, place, left, scale)
-                    place = next_chunk(place, Place.RING)
+                    now = T.alloc_var(
+                        "int32", init=extern("uniform", consumer_position.ring(position), returns="int32")
+                    )
+                    step(r, tiles, ready, now, position, left, scale)
+                    position = next_chunk(position, ConsumerBits.RING)
                     left -= C
                 end_scales(r, tiles)
 
@@ -365,8 +377,8 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                     written += 1
             number = T.alloc_var("int32", init=NO_WORK)
             if planned:
-                take_work(tiles, ready, at_place.wave(place), number)
-                place = next_wave(place)
+                take_work(tiles, ready, consumer_position.wave(position), number)
+                position = next_wave(position)
             tiles.work_numbers[tx] = number_of(number)
 
     def is_unknown(early, queue, number):
@@ -472,7 +484,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             read_extent(extent, segments, memory, work, is_unknown(early, queue, number))
             row = T.alloc_var("int32", init=extent[0])
             rest = T.alloc_var("int32", init=extent[1])
-            own = own_tokens(segments, work)
+            length = segment_tokens(segments, work)
             load_gates(g_bits, beta_bits, inside, row, work.hv, rest)
             extern(
                 "load_head_gate",
@@ -500,7 +512,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 tile.wait_until_free(ready.released)
                 tiles.lengths[s] = T.min(rest, C)
                 if low_level:
-                    tiles.rows_of_A[s] = T.Select((work.tile == 0) & is_own(rest, own), row, NO_ROW)
+                    tiles.rows_of_A[s] = T.Select((work.tile == 0) & in_segment(rest, length), row, NO_ROW)
                     tiles.heads_of_A[s] = work.hv
                 extern(
                     "make_table",
@@ -510,7 +522,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                     T.float32(1) if normalize else scale,
                 )
                 tile.arrive(ready.gated)
-                if T.bool(low_level) & (work.tile == 0) & is_own(rest, own):
+                if T.bool(low_level) & (work.tile == 0) & in_segment(rest, length):
                     extern(
                         "store_cumsum",
                         T.access_ptr(g_cumsum[row, work.hv], "w"),
@@ -544,17 +556,17 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
         while number != NO_WORK:
             work = queue.at(number)
             extra = extra_tokens(memory, segments, work)
-            own = own_tokens(segments, work)
+            length = segment_tokens(segments, work)
             row = T.alloc_var("int32", init=segments[work.segment, SegmentColumn.ROW] - extra)
-            rest = T.alloc_var("int32", init=own + extra)
+            rest = T.alloc_var("int32", init=length + extra)
             while rest > 0:
                 if low_level:
                     # A of the next chunk comes before O of each chunk that the other warpgroup follows with matrices.
                     # A of chunk w comes first of all.
-                    is_own_turn = value_stage(ring).index == w
-                    if (stores == 0) | T.Not(is_own_turn):
+                    computes_matrices = value_stage(ring).index == w
+                    if (stores == 0) | T.Not(computes_matrices):
                         Stage(w, stores % 2).wait_for(ready.staged)
-                        s = stage(T.if_then_else(is_own_turn, ring, next_chunk(ring))).index
+                        s = stage(T.if_then_else(computes_matrices, ring, next_chunk(ring))).index
                         A_row = T.alloc_var("int32", init=tiles.rows_of_A[s])
                         if A_row != NO_ROW:
                             hv = T.alloc_var("int32", init=tiles.heads_of_A[s])
@@ -562,7 +574,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                         T.barrier_arrive(ready.stored[w])
                         stores += 1
                 Stage(w, stores % 2 if low_level else value_stage(ring).index).wait_for(ready.staged)
-                if is_own(rest, own):
+                if in_segment(rest, length):
                     store_rows(tiles.O, w, outputs.o, row, work.hv, work.tile * V + w * ROWS, rest)
                 T.barrier_arrive(ready.stored[w])
                 if low_level:
@@ -604,7 +616,7 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
     def clear_unplanned_padding(queue, warp, segment, outputs):
         """The same without a plan. A CTA takes some of the rows after the last sequence. The first CTA of a sequence
         without a slot takes the rows of that sequence."""
-        covered = segment[OwnSegment.COVERED]
+        covered = segment[UnplannedSegment.COVERED]
         slots = T.alloc_var("int32", init=T.truncdiv(T.Cast("int32", sizes.tokens) - covered + (C - 1), C))
         for i in T.serial(
             T.if_then_else(warp == EPILOGUE, T.truncdiv(slots - queue.cta + queue.ctas - 1, queue.ctas), 0)
@@ -613,8 +625,8 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
             clear_rows(row, T.min(T.Cast("int32", sizes.tokens) - row, C), outputs)
         work = queue.at(queue.cta)
         begin = T.alloc_var("int32", init=segment[SegmentColumn.ROW] + segment[SegmentColumn.LENGTH])
-        if (warp == EPILOGUE) & (work.hv == 0) & (work.tile == 0) & (begin < segment[OwnSegment.END]):
-            clear_rows(begin, segment[OwnSegment.END] - begin, outputs)
+        if (warp == EPILOGUE) & (work.hv == 0) & (work.tile == 0) & (begin < segment[UnplannedSegment.END]):
+            clear_rows(begin, segment[UnplannedSegment.END] - begin, outputs)
 
     @T.prim_func
     def main(
@@ -643,8 +655,8 @@ def fused_forward(dtype, K, normalize, low_level, cut, planned):
                 if T.get_thread_binding() < 32:
                     segment = T.truncdiv(cta, T.Cast("int32", sizes.H_v) * value_tiles)
                     row = T.access_ptr(tiles.row_of_segment[0], "w")
-                    found = (sequences.record(sizes), slots.record(), presence.record(slots))
-                    extern("find_own_segment", row, segment, *found)
+                    records = (sequences.record(sizes), slots.record(), presence.record(slots))
+                    extern("find_unplanned_segment", row, segment, *records)
                 T.sync_threads()
             segments = plan.segments if planned else OnlySegment(tiles.row_of_segment)
             if T.get_thread_binding() < CONSUMERS:

@@ -1,10 +1,10 @@
-"""Numbers with several fields, as layout.py lays them out; states/consumer_place.cuh reads the same."""
+"""Numbers with several fields, as layout.py lays them out; states/consumer_position.cuh reads the same."""
 
 import tilelang.language as T
 
 from kernels_tl.core.common import extern
 from kernels_tl.core.pipeline import Stage
-from kernels_tl.layout import Place, Ring
+from kernels_tl.layout import ConsumerBits, Ring
 
 
 def _field(number, first, mask):
@@ -29,37 +29,39 @@ def next_chunk(number, first=0):
     return (following + (1 << Ring.VALUE_STAGE << first)) & ((1 << Ring.END << first) - 1)
 
 
-def place_of_thread(tile_bytes):
-    """The thread's first place. tile_bytes is the size of a warpgroup's tile."""
+def position_of_thread(tile_bytes):
+    """The thread's first position. tile_bytes is the size of a warpgroup's tile."""
     offset, column = extern("transposed_offset", returns="int32"), extern("first_column", returns="int32")
     warpgroup = T.truncdiv(T.get_thread_binding(), 128)
-    return offset + warpgroup * (tile_bytes + (1 << Place.WARPGROUP)) + (column << Place.COLUMN)
+    return offset + warpgroup * (tile_bytes + (1 << ConsumerBits.WARPGROUP)) + (column << ConsumerBits.COLUMN)
 
 
-def offset(place):
+def offset(position):
     """Bytes from the tiles of the CTA's two warpgroups, which follow one another."""
-    return _field(place, Place.OFFSET, 0xFFFF)
+    return _field(position, ConsumerBits.OFFSET, 0xFFFF)
 
 
-def column(place):
-    return _field(place, Place.COLUMN, 15)
+def column(position):
+    return _field(position, ConsumerBits.COLUMN, 15)
 
 
-def warpgroup(place):
-    return _field(place, Place.WARPGROUP, 1)
+def warpgroup(position):
+    return _field(position, ConsumerBits.WARPGROUP, 1)
 
 
-def ring(place):
-    return place >> Place.RING
+def ring(position):
+    return position >> ConsumerBits.RING
 
 
-def wave(place):
+def wave(position):
     """The entry of the next work tile in the ring of work tiles."""
-    return Stage(_field(place, Place.WAVE, Place.WAVES - 1), _field(place, Place.WAVE_PHASE, 1))
+    return Stage(
+        _field(position, ConsumerBits.WAVE, ConsumerBits.WAVES - 1), _field(position, ConsumerBits.WAVE_PHASE, 1)
+    )
 
 
-def next_wave(place):
-    """The place after this entry has been read. The entry and its phase count as one number."""
-    last = 2 * Place.WAVES - 1
-    is_last = _field(place, Place.WAVE, last) == last
-    return T.if_then_else(is_last, place - (last << Place.WAVE), place + (1 << Place.WAVE))
+def next_wave(position):
+    """The position after this entry has been read. The entry and its phase count as one number."""
+    last = 2 * ConsumerBits.WAVES - 1
+    is_last = _field(position, ConsumerBits.WAVE, last) == last
+    return T.if_then_else(is_last, position - (last << ConsumerBits.WAVE), position + (1 << ConsumerBits.WAVE))
