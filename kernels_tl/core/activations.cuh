@@ -36,9 +36,9 @@ __device__ __forceinline__ uint32_t load_bits(const T* number) {
     return __float_as_uint(to_float(*number));
   }
 }
-__device__ __forceinline__ uint32_t load_bits(const void* numbers, int activations, int bit, int64_t i) {
+__device__ __forceinline__ uint32_t load_bits(const void* data, int activations, int bit, int64_t i) {
   uint32_t bits;
-  with_dtype(activations, bit, [&]<typename T>(T) { bits = load_bits(static_cast<const T*>(numbers) + i); });
+  with_dtype(activations, bit, [&]<typename T>(T) { bits = load_bits(static_cast<const T*>(data) + i); });
   return bits;
 }
 

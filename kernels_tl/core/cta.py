@@ -155,7 +155,7 @@ def is_never(sizes):
     return sizes.group == 0
 
 
-def place_in_tiles():
+def position_in_tiles():
     """The thread's `offset` in a tile that goes transposed to or from registers, and its first `column` of a fragment:
     see core/tiles.cuh."""
     return Variables(

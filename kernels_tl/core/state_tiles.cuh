@@ -6,11 +6,11 @@
 
 namespace flash_qla::device {
 
-// number_at: the address of element i of `numbers`. chosen: a if `first`, else b.
+// number_at: the address of element i of `data`. chosen: a if `first`, else b.
 template <bool kFloat8, typename Number>
-__device__ __forceinline__ Number* number_at(Number* numbers, int dtype, int64_t i) {
+__device__ __forceinline__ Number* number_at(Number* data, int dtype, int64_t i) {
   const int bytes = dtype == Dtype::kFloat32 ? 4 : kFloat8 && is_float8(dtype) ? 1 : 2;
-  const char* const at = reinterpret_cast<const char*>(numbers) + i * bytes;
+  const char* const at = reinterpret_cast<const char*>(data) + i * bytes;
   return const_cast<Number*>(reinterpret_cast<const Number*>(at));
 }
 template <typename A, typename B>
@@ -70,7 +70,7 @@ __device__ __forceinline__ void add_halves(float* fragment, const float* halves)
 // use(i, k, v) for each element of a thread: register i of its fragment, channel k and column v of S, in the layout of
 // for_columns.
 template <int kColumns, typename Use>
-__device__ __forceinline__ void for_places(Use use) {
+__device__ __forceinline__ void for_elements(Use use) {
   const int lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32) + lane / 4, column = 2 * (lane % 4);
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) {
@@ -105,14 +105,14 @@ template <int kColumns, bool kFloat8>
 __device__ __forceinline__ void read_state_columns(float* fragment, const void* state, int dtype, int stride_v,
                                                    int stride_k, int channels, int columns) {
   read_state_elements<kFloat8>(fragment, state, dtype, stride_v, stride_k, channels, columns,
-                               [](auto use) { for_places<kColumns>(use); });
+                               [](auto use) { for_elements<kColumns>(use); });
 }
 
 // rows[v][k] = S[k][v] for columns of S, where rows are `stride` floats apart.
 template <int kColumns>
 __device__ __forceinline__ void write_as_rows(const float* fragment, void* rows, int stride, int channels,
                                               int columns) {
-  for_places<kColumns>([=](int i, int k, int v) {
+  for_elements<kColumns>([=](int i, int k, int v) {
     if (k < channels && v < columns) {
       static_cast<float*>(rows)[v * stride + k] = fragment[i];
     }

@@ -49,9 +49,9 @@ __device__ __forceinline__ int next_where(int first, int step, int work_tiles, I
   const int lane = threadIdx.x & 31;
   for (; first < work_tiles; first += 32 * step) {
     const int work = first + lane * step;
-    const unsigned found = __ballot_sync(~0u, work < work_tiles && is_chosen(work));
-    if (found != 0) {
-      return first + (__ffs(found) - 1) * step;
+    const unsigned matches = __ballot_sync(~0u, work < work_tiles && is_chosen(work));
+    if (matches != 0) {
+      return first + (__ffs(matches) - 1) * step;
     }
   }
   return work_tiles;

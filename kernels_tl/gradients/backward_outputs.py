@@ -107,7 +107,7 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
         Q_tile = T.access_ptr(tiles.Q[z, 0, 0], "r")
         gamma = (gamma_row(tiles, s, table.QUERY_FADE), gamma_factor(tiles, s, scale))
         scale_and_dot(r.product, Q_tile, *gamma, token_sums(tiles, p, TokenSum.QUERY))
-        T.barrier_arrive(ready.sums_made[p])
+        T.barrier_arrive(ready.sums_staged[p])
 
     @T.macro
     def add_tokens(r, tiles, ready, s, z, p):
@@ -194,7 +194,7 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
                 *extent,
             )
             T.barrier_arrive(ready.U_taken)
-            pair.arrive(ready.sums_made)
+            pair.arrive(ready.sums_staged)
             stage.arrive(ready.released)
 
     @T.macro
@@ -214,7 +214,7 @@ def output_roles(dtype, K, normalize, sizes, value_tiles):
             p = step % 2
             stage, one, pair = stages_of(step, s, p)
             stage.wait_for(ready.loaded)
-            pair.wait_for(ready.sums_made)
+            pair.wait_for(ready.sums_staged)
             extern(
                 f"store_gate_gradients<{element}, {str(normalize).lower()}>",
                 T.access_ptr(tiles.sums[p, 0, 0], "r"),

@@ -10,7 +10,7 @@ import tilelang.language as T
 
 from kernels_tl.config import CHUNK_BACKWARD as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import C, element_type, extern
-from kernels_tl.core.cta import clear_rows_after, fragments, load_segment_early, locate_cta, place_in_tiles
+from kernels_tl.core.cta import clear_rows_after, fragments, load_segment_early, locate_cta, position_in_tiles
 from kernels_tl.core.pipeline import Stage, stage_of
 from kernels_tl.gradients.reverse_recurrence import GateTable, beta_and_fade, gate_row, gate_rows, round_faded_dO
 from kernels_tl.layout import FROM_SCAN, NO_STATE, NamedBarrier, NormalizedGate, TokenSum
@@ -165,7 +165,7 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
         T.wait_wgmma(0)
         T.barrier_arrive(ready.values_released)
         gate_products(r, tiles, ready, s, p, 1, -1.0)
-        pair.arrive(ready.sums_made)
+        pair.arrive(ready.sums_staged)
 
     @T.macro
     def carry(tiles, ready, cta, segments, final, initial, grad_states, scale):
@@ -174,7 +174,7 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
         segment = load_segment_early(segments, work.slot)
         r = make_state_registers()
         warpgroup = T.alloc_var("int32", init=T.truncdiv(T.get_thread_binding(), 128))
-        place = place_in_tiles()
+        position = position_in_tiles()
         if segment.final == FROM_SCAN:
             for i, j in T.Parallel(V, K):
                 r.dS[i, j] = grad_states[work.slot, work.hv, work.v0 + i, j]
@@ -202,8 +202,8 @@ def state_role(dtype, K, normalize, H_v, value_tiles):
             p = T.alloc_var("int32", init=step % 2)
             stage = stage_of(step, STAGES, s)
             stage.wait_for(ready.loaded)
-            begin_step(r, tiles, ready, s, p, scale, carried, place.offset, place.column, warpgroup)
-            end_step(r, tiles, ready, step, s, p, scale, carried, place.offset, place.column, warpgroup)
+            begin_step(r, tiles, ready, s, p, scale, carried, position.offset, position.column, warpgroup)
+            end_step(r, tiles, ready, step, s, p, scale, carried, position.offset, position.column, warpgroup)
             carried = table.gamma(tiles, s, 0)
             stage.arrive(ready.released)
         if segment.initial >= 0:

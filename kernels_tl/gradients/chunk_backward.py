@@ -37,7 +37,7 @@ of one chunk and the beginning of the next one, whose operands the producer load
 
     U: U_taken>, >U_staged   V_new dS': staged>, >taken   U S: U_staged>, >U_taken   dV: U_staged>, >U_taken
     G, F: gated_taken>, >gated   dS: taken>, >staged   dQ, dK: gated>, >gated_taken, then keys_taken>, >keys_staged
-    F, dO S, dV: >sums_made   dbeta: sums_made>, >sums_taken   dq: keys_staged>, >keys_taken
+    F, dO S, dV: >sums_staged   dbeta: sums_staged>, >sums_taken   dq: keys_staged>, >keys_taken
     loads: x_released>, >x_loaded, and x_loaded> where x is used
 
 The l2norm inside (`normalize`): Q and K are the queries and keys before the l2norm. The gates contain the factors
@@ -157,7 +157,7 @@ def chunk_backward(dtype, K, normalize):
             gated=[STATE_THREADS],
             gated_taken=[KEY_THREADS],
             # The other roles to the warp of dbeta and dg, and back: sums, columns and products. Each has two stages.
-            sums_made=[CONSUMERS + VALUE_THREADS] * 2,
+            sums_staged=[CONSUMERS + VALUE_THREADS] * 2,
             sums_taken=[GATE_THREADS] * 2,
             # The warpgroup of dQ and dK to the warp that adds them to the outputs, and back.
             keys_staged=[KEY_THREADS],

@@ -7,8 +7,8 @@ namespace flash_qla::device {
 
 constexpr int kGateThreads = kGateHeads * kGateTokens;
 
-__device__ __forceinline__ void write_number(void* numbers, int activations, int bit, int64_t i, float x) {
-  with_dtype(activations, bit, [&]<typename T>(T type) { static_cast<T*>(numbers)[i] = from_float(type, x); });
+__device__ __forceinline__ void write_number(void* data, int activations, int bit, int64_t i, float x) {
+  with_dtype(activations, bit, [&]<typename T>(T type) { static_cast<T*>(data)[i] = from_float(type, x); });
 }
 
 // The sum of x over the threads of a head, those with the same thread % kGateHeads, in a fixed order. The first

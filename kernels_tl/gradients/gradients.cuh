@@ -114,8 +114,8 @@ class GatedProducts {
       }
     }
     column_sums(below_);
-    float* const own_column = columns + warp * kChunk + column + 8 * (lane_here() / 8) + (lane_here() / 4 & 1);
-    *own_column = kDiagonal ? below_[0] : *own_column + below_[0];
+    float* const lane_column = columns + warp * kChunk + column + 8 * (lane_here() / 8) + (lane_here() / 4 & 1);
+    *lane_column = kDiagonal ? below_[0] : *lane_column + below_[0];
     if constexpr (!kFromP) {
       sum_[0] *= scale_[0];
       sum_[1] *= scale_[1];
@@ -163,16 +163,16 @@ __device__ __forceinline__ void stage_gated(const uint32_t* gated, void* tile) {
 // second time transposed.
 __device__ __forceinline__ void stage_symmetric(const uint32_t* gated, void* tile) {
   const int warp = warp_index(), warpgroup = warpgroup_index();
-  const MatrixRow own = matrix_row(tile, 16 * warp);
+  const MatrixRow warp_rows = matrix_row(tile, 16 * warp);
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
     const int block = 2 * warpgroup + pair;
     const uint32_t* const x = gated + 4 * pair;
     if (block < warp) {
-      store_matrices(own.at(2 * block), x[0], x[1], x[2], x[3]);
+      store_matrices(warp_rows.at(2 * block), x[0], x[1], x[2], x[3]);
       store_matrices_transposed(matrix_row(tile, 16 * block).at(2 * warp), x[0], x[2], x[1], x[3]);
     } else if (block == warp) {
-      store_matrices(own.at(2 * block), x[0] | transposed(x[0]), x[1], transposed(x[1]), x[3] | transposed(x[3]));
+      store_matrices(warp_rows.at(2 * block), x[0] | transposed(x[0]), x[1], transposed(x[1]), x[3] | transposed(x[3]));
     }
   }
 }

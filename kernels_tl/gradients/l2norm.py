@@ -32,7 +32,7 @@ def lanes_and_rows(K):
     return lanes, L2NORM.tile // lanes
 
 
-def place_of(row, H_k):
+def token_and_head(row, H_k):
     """Token and head of a row."""
     heads = T.Cast("int32", H_k)
     return T.truncdiv(row, heads), T.truncmod(row, heads)
@@ -59,7 +59,7 @@ def l2norm(K):
     LANES, ROWS = lanes_and_rows(K)
 
     def normalize(normalized, rstd, dtype, row, piece, there, which, x):
-        token, head = place_of(row, H_k)
+        token, head = token_and_head(row, H_k)
         return extern(
             f"normalize_piece<{LANES}>",
             T.access_ptr(x[token, head, piece, 0], "r"),

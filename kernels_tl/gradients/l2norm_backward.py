@@ -15,7 +15,7 @@ from functools import partial
 import tilelang.language as T
 
 from kernels_tl.core.common import PASS_CONFIGS as PASS_CONFIGS, dims, extern
-from kernels_tl.gradients.l2norm import PRELUDE as PRELUDE, lanes_and_rows, place_of, take_row
+from kernels_tl.gradients.l2norm import PRELUDE as PRELUDE, lanes_and_rows, take_row, token_and_head
 from kernels_tl.layout import NORM_PIECE
 
 
@@ -26,7 +26,7 @@ def l2norm_backward(K):
     LANES, ROWS = lanes_and_rows(K)
 
     def replace(normalized, rstd, dtype, row, piece, there, which, gradient):
-        token, head = place_of(row, H_k)
+        token, head = token_and_head(row, H_k)
         return extern(
             f"replace_by_dx<{LANES}>",
             T.access_ptr(normalized[which, row, piece, 0], "r"),

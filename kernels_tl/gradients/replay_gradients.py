@@ -29,7 +29,7 @@ import tilelang.language as T
 from kernels_tl.bundles import Chunks, OutputGradient, ReverseReplay, Sizes, StateGradients
 from kernels_tl.config import REPLAY_GRADIENTS as TILE, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, after, block_rows, extern
-from kernels_tl.core.cta import barriers, clear_rows_after, fetch, grid_of_tiles, locate_tile, place_in_tiles, shared
+from kernels_tl.core.cta import barriers, clear_rows_after, fetch, grid_of_tiles, locate_tile, position_in_tiles, shared
 from kernels_tl.core.pipeline import Stage, is_producer_warp, stage_of
 from kernels_tl.gradients.reverse_recurrence import registers, wide_step
 from kernels_tl.layout import FROM_SCAN, NO_STATE, BackwardGate, NamedBarrier
@@ -95,7 +95,7 @@ def replay_gradients(dtype, K):
         """The consumers: the recurrence, with dS' and U to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype)
-        place = place_in_tiles()
+        position = position_in_tiles()
         rows = T.alloc_var("int32", init=extern("rows_offset", returns="int32"))
         T.clear(r.dS)
         if segment.final == FROM_SCAN:
@@ -122,12 +122,12 @@ def replay_gradients(dtype, K):
                 s,
                 0,
                 tiles.dO[0, 0, warpgroup * ROWS],
-                place.offset,
-                place.column,
+                position.offset,
+                position.column,
                 scale,
                 staged=(T.access_ptr(tiles.dS[warpgroup, 0, 0, 0], "w"), rows),
                 released=partial(release_others, ready),
-                use_U=partial(stage_U, r, tiles, ready, warpgroup, step, place.offset),
+                use_U=partial(stage_U, r, tiles, ready, warpgroup, step, position.offset),
             )
             stage.arrive(ready.released)
         if segment.initial >= 0:

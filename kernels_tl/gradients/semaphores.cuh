@@ -10,11 +10,11 @@
 
 namespace flash_qla::device {
 
-// Waits until `own` CTAs have added to the chunk. One warp calls it, and may then read and add to their sums.
-__device__ __forceinline__ void wait_for_semaphore(const int* semaphore, int own) {
-  if (own > 0) {
+// Waits until `order` CTAs have added to the chunk. One warp calls it, and may then read and add to their sums.
+__device__ __forceinline__ void wait_for_semaphore(const int* semaphore, int order) {
+  if (order > 0) {
     if (lane_here() == 0) {
-      while (load_acquire(semaphore) < own) {
+      while (load_acquire(semaphore) < order) {
         __nanosleep(100);
       }
     }
@@ -24,12 +24,12 @@ __device__ __forceinline__ void wait_for_semaphore(const int* semaphore, int own
 }
 
 // Lets the next CTA add, unless this is the last of `takers`. The same warp calls it, after its sums are in memory.
-__device__ __forceinline__ void release_semaphore(int* semaphore, int own, int takers) {
-  if (own + 1 < takers) {
+__device__ __forceinline__ void release_semaphore(int* semaphore, int order, int takers) {
+  if (order + 1 < takers) {
     fence_proxies();
     __syncwarp();
     if (lane_here() == 0) {
-      store_release(semaphore, own + 1);
+      store_release(semaphore, order + 1);
     }
   }
 }

@@ -9,15 +9,15 @@ constexpr int kPanelBytes = kChunk * kRowBytes;  // a panel of 64 x 64
 static_assert(TokenSum::kQuery == 0 && TokenSum::kKey == 1 && TokenSum::kState == 2 && TokenSum::kValue == 3);
 
 // The warpgroup's panel of a tile of 64 rows: each warpgroup has 64 columns.
-__device__ __forceinline__ const char* own_panel(const void* tile) {
+__device__ __forceinline__ const char* warpgroup_panel(const void* tile) {
   return static_cast<const char*>(tile) + threadIdx.x / 128 * kPanelBytes;
 }
 
 // sum += the lane's part of <a, b> over the warpgroup's panels of two tiles. Each warp takes 16 rows.
 template <typename T>
 __device__ __forceinline__ void add_panel_product(float* sum, const void* a, const void* b) {
-  const MatrixRow from = matrix_row(own_panel(a), 16 * warp_here());
-  const MatrixRow with = factor_row(own_panel(b), 16 * warp_here());
+  const MatrixRow from = matrix_row(warpgroup_panel(a), 16 * warp_here());
+  const MatrixRow with = factor_row(warpgroup_panel(b), 16 * warp_here());
   Diagonal<T> diagonal;
   diagonal.add_panel(from, with);
   *sum += diagonal.sum();
@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_warp_sum(float* sums, float sum) {
 }
 
 // The warpgroup's sums. The second warpgroup's sums follow TokenSum's rows.
-__device__ __forceinline__ float* own_sums(float* sums) {
+__device__ __forceinline__ float* warpgroup_sums(float* sums) {
   return sums + threadIdx.x / 128 * (TokenSum::kCount * kChunk);
 }
 
@@ -40,18 +40,18 @@ __device__ __forceinline__ float* own_sums(float* sums) {
 template <typename T>
 __device__ __forceinline__ void scale_and_dot_panel(float* fragment, const void* tile, const float* factors,
                                                     float factor, float* sums) {
-  scale_and_dot<T, 1>(fragment, own_panel(tile), factors, factor, own_sums(sums));
+  scale_and_dot<T, 1>(fragment, warpgroup_panel(tile), factors, factor, warpgroup_sums(sums));
 }
 template <typename T>
 __device__ __forceinline__ void subtract_and_dot_panel(float* fragment, const float* added, const void* tile,
                                                        const float* factors, const float* betas, float* sums) {
-  subtract_and_dot<T, 1>(fragment, added, own_panel(tile), factors, betas, own_sums(sums));
+  subtract_and_dot<T, 1>(fragment, added, warpgroup_panel(tile), factors, betas, warpgroup_sums(sums));
 }
 
 // The warpgroup's panel of a tile = fragment, rounded.
 template <typename T>
 __device__ __forceinline__ void stage_panel(const float* fragment, void* tile) {
-  const MatrixRow to = matrix_row(own_panel(tile), 16 * warp_here());
+  const MatrixRow to = matrix_row(warpgroup_panel(tile), 16 * warp_here());
 #pragma unroll
   for (int n = 0; n < 8; n += 2) {
     uint32_t rounded[4];

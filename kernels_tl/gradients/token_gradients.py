@@ -27,7 +27,7 @@ products of tokens. dQ and dK reuse the tiles' memory. Timeline (core/pipeline.p
     gates warp                          |          |          |          |          |dbeta, dg|dq, dk
 
     rows: released>, >loaded     products, dV: loaded>, >released     Q K, gates: >keys_loaded     dV 0, G: keys_loaded>
-    sums, last dV: >sums_made    dQ, dK: >keys_staged                 dbeta, dg: sums_made>        dq, dk: keys_staged>
+    sums, last dV: >sums_staged  dQ, dK: >keys_staged                 dbeta, dg: sums_staged>      dq, dk: keys_staged>
 """
 
 import tilelang.language as T
@@ -87,7 +87,7 @@ def token_gradients(dtype, K):
             loaded=[32] * STAGES,  # producer warp to the others: a stage's tiles have arrived
             released=[CONSUMERS + VALUE_THREADS] * STAGES,  # back: the stage is free
             keys_loaded=[32],  # producer warp to the others: Q, K and the gates have arrived
-            sums_made=[CONSUMERS + VALUE_THREADS],  # the others to the warp of dbeta and dg: sums, columns, products
+            sums_staged=[CONSUMERS + VALUE_THREADS],  # the others to the warp of dbeta and dg: sums, columns, products
             keys_staged=[CONSUMERS],  # the same for dQ and dK
         )
 
@@ -196,7 +196,7 @@ def token_gradients(dtype, K):
         extern(dot, r.dK.data, K_tile, gate_row(tiles, 0, BackwardGate.DECAY), T.float32(1), sums(tiles, TokenSum.KEY))
         dot = f"subtract_and_dot_panel<{element}>"
         extern(dot, r.dK.data, r.U_S.data, K_tile, *gates, sums(tiles, TokenSum.STATE))
-        T.barrier_arrive(ready.sums_made)
+        T.barrier_arrive(ready.sums_staged)
         sync_consumers()  # G and F are complete; all tiles of value rows have been read
         T.wgmma_gemm(tiles.G[0, :, :], tiles.K[work.part, :, :], r.dQ)
         T.wgmma_gemm(tiles.G[0, :, :], tiles.Q[work.part, :, :], r.dK, transpose_A=True)
@@ -265,7 +265,7 @@ def token_gradients(dtype, K):
         if work.part == 0:
             beta_and_rows = (gate_row(tiles, 0, BackwardGate.BETA), first, work.length)
             extern(f"store_value_sums<{element}>", sums(tiles, TokenSum.VALUE), dots.data, *beta_and_rows)
-        T.barrier_arrive(ready.sums_made)
+        T.barrier_arrive(ready.sums_staged)
 
     def add_rows(tiles, rows, work, hk, order):
         return extern(
@@ -286,7 +286,7 @@ def token_gradients(dtype, K):
     def make_gates(tiles, ready, work, hk, gradients, semaphores):
         """The warp of dbeta and dg. It also adds dQ and dK to the outputs, in order."""
         T.barrier_wait(ready.keys_loaded, 0)
-        T.barrier_wait(ready.sums_made, 0)
+        T.barrier_wait(ready.sums_staged, 0)
         extern("complete_sums", sums(tiles, 0), work.part != 0)
         extern(
             f"store_gate_gradients<{element}>",

@@ -46,7 +46,7 @@ from kernels_tl.core.cta import (
     fetch,
     load_segment_early,
     locate_cta,
-    place_in_tiles,
+    position_in_tiles,
     shared,
     z_slot,
 )
@@ -138,7 +138,7 @@ def backward_maps(dtype, K, normalize):
         """The consumers of dZ: the recurrence in reverse from dS' = 0, then dZ to global memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, normalize)
-        place = place_in_tiles()
+        position = position_in_tiles()
         T.clear(r.dS)
         for step in T.serial(chunks):
             c = chunks - 1 - step
@@ -153,10 +153,10 @@ def backward_maps(dtype, K, normalize):
                 T.sync_threads(NamedBarrier.BACKWARD_CLEARED, CONSUMERS)
             dO = tiles.dO[s, 0, warpgroup * ROWS]
             if is_wide(K):
-                wide_step(r, tiles, s, s, dO, place.offset, place.column, scale)
+                wide_step(r, tiles, s, s, dO, position.offset, position.column, scale)
             else:
-                begin_step(r, tiles, s, dO, place.offset, place.column, scale)
-                end_step(r, tiles, s, place.column)
+                begin_step(r, tiles, s, dO, position.offset, position.column, scale)
+                end_step(r, tiles, s, position.column)
             stage.arrive(ready.released)
         if chunks > 0:
             for i, j in T.Parallel(V, K):

@@ -25,19 +25,19 @@ __device__ __forceinline__ float largest_of(const float* x) {
 // the next barrier any_large returns whether any part does.
 template <int kCount>
 __device__ __forceinline__ void tell_large(const float* S, void* large) {
-  const bool found = __any_sync(~0u, largest_of<kCount, true>(S) > kUnscaledMap);
+  const bool is_large = __any_sync(~0u, largest_of<kCount, true>(S) > kUnscaledMap);
   if (threadIdx.x % 32 == 0) {
-    static_cast<uint32_t*>(large)[threadIdx.x / 32] = found;
+    static_cast<uint32_t*>(large)[threadIdx.x / 32] = is_large;
   }
 }
 template <int kWarps>
 __device__ __forceinline__ bool any_large(const void* large) {
-  uint32_t found = 0;
+  uint32_t any = 0;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) {
-    found |= static_cast<const uint32_t*>(large)[i];
+    any |= static_cast<const uint32_t*>(large)[i];
   }
-  return found != 0;
+  return any != 0;
 }
 
 // Multiplies S by its scale, and returns the inverse. kWarps warps call it, and meet at the named barrier. `all` has a

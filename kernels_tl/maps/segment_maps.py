@@ -37,7 +37,7 @@ from kernels_tl.core.cta import (
     leave_without_work,
     load_segment_early,
     locate_cta,
-    place_in_tiles,
+    position_in_tiles,
     shared,
     z_slot,
 )
@@ -91,7 +91,7 @@ def map_roles(dtype, K, tile, partial, of_backward=False):
         """The consumers: the recurrence, then Z or M to global memory. m0 is the first row of M^T."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, tile.early_factors, output=False, exact=of_backward)
-        place = place_in_tiles()
+        position = position_in_tiles()
         for i, j in T.Parallel(V, K):
             r.S[i, j] = T.Select((which == MAP_M) & (i + m0 == j), 1.0, 0.0)
         for c in T.serial(start, chunks):
@@ -100,9 +100,9 @@ def map_roles(dtype, K, tile, partial, of_backward=False):
             stage.wait_for(ready.loaded)
             if partial:
                 clear_after(tiles, s, segment.length - c * C)
-            begin_step(r, tiles, s, tiles.V[s, 0, warpgroup * ROWS], place.offset, place.column, which == MAP_Z)
+            begin_step(r, tiles, s, tiles.V[s, 0, warpgroup * ROWS], position.offset, position.column, which == MAP_Z)
             T.wait_wgmma(0)
-            end_step(r, tiles, s, place.column)
+            end_step(r, tiles, s, position.column)
             stage.arrive(ready.released)
 
         if start < chunks:

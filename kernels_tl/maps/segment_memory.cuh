@@ -94,9 +94,9 @@ __device__ __forceinline__ int remembered_chunks(const BoundInputs& in, int row,
   float head_gate[2], bound = 0.f;
   load_head_gate(head_gate, in.A_log, in.dt_bias, in.activations, hv);
   for (int before = 0, half = 0; before < most; before += kWarps, half ^= 1) {
-    const int own = before + 1 + warp;
-    if (own <= most) {
-      const float of_chunk = bound_of_chunk<Element, kNormalize>(in, head_gate, row - own * kChunk, hv);
+    const int distance = before + 1 + warp;
+    if (distance <= most) {
+      const float of_chunk = bound_of_chunk<Element, kNormalize>(in, head_gate, row - distance * kChunk, hv);
       if (lane_here() == 0) {
         bounds[half][warp] = of_chunk;
       }

@@ -20,7 +20,7 @@ Timeline (core/pipeline.py), 64 rows of S per warpgroup, for segments 0, 1, ... 
     epilogue warp                         |     |     |S 0  |        |S 1  |        |
 
     Z: stored>, >loaded                         M: map_released>, >map_loaded
-    M S: loaded>, map_loaded>, >map_released    + Z, in Z's tile: >made          S: made>, >stored
+    M S: loaded>, map_loaded>, >map_released    + Z, in Z's tile: >staged          S: staged>, >stored
 
 A work tile is one sequence and `columns` columns of one head's S: 32, or 16 when all CTAs fit in one wave. pass.cpp
 launches at most one CTA per SM. A CTA takes every ctas-th work tile, and skips sequences that are not split
@@ -132,7 +132,7 @@ def segment_scan(dtype, K, reverse, columns):
     def make_barriers():
         return of_map.make_barriers(
             loaded=[32] * STAGES,  # producer warp to the others: Z and about
-            made=[CONSUMERS] * STAGES,  # consumers to epilogue warp: S in the place of Z
+            staged=[CONSUMERS] * STAGES,  # consumers to epilogue warp: S in the place of Z
             stored=[32] * STAGES,  # epilogue warp to producer warp: the stage is free
         )
 
@@ -179,7 +179,7 @@ def segment_scan(dtype, K, reverse, columns):
                     extern(f"write_columns<{columns}>", r.S.data, T.access_ptr(tiles.Z[u, 0, 0, 0], "w"))
                     T.fence_proxy_async()
                     maps_used = maps_used + 1
-                stage.arrive(ready.made)
+                stage.arrive(ready.staged)
                 step = step + 1
             work = scans.next_from(work + scans.ctas)
 
@@ -235,7 +235,7 @@ def segment_scan(dtype, K, reverse, columns):
             while about < END:
                 u = step % STAGES
                 stage = stage_of(step, STAGES, u)
-                stage.wait_for(ready.made)
+                stage.wait_for(ready.staged)
                 about = tiles.about[u]
                 if about % END != SKIP:
                     for box in T.unroll(K // BOX):

@@ -28,9 +28,9 @@ __device__ __forceinline__ int first_chunk_that_matters(const float* bounds, int
       const float later = __shfl_up_sync(~0u, sum, step);
       sum += lane >= step ? later : 0.f;
     }
-    const unsigned found = __ballot_sync(~0u, chunk >= 0 && later_chunks + sum < kNegligible);
-    if (found != 0) {
-      return last - (__ffs(found) - 1);
+    const unsigned negligible = __ballot_sync(~0u, chunk >= 0 && later_chunks + sum < kNegligible);
+    if (negligible != 0) {
+      return last - (__ffs(negligible) - 1);
     }
     later_chunks += __shfl_sync(~0u, sum, 31);
   }

@@ -51,18 +51,18 @@ static __device__ __noinline__ void activate_chunk(float* gates, const void* g, 
 #pragma unroll
   for (int n = 0; n < kMost; ++n) {
     if (token_of(n) < kChunk) {
-      float made_g = 0.f, made_beta = 0.f;
+      float token_g = 0.f, token_beta = 0.f;
       if (token_of(n) < length) {
         if (!cumulative) {
           const float raw = from_bits(g_bits[n], activations, Activation::kG);
-          made_g = activations & Activation::kGate ? HeadGate(gate_bits[n], activations)(raw) : limit_decay(raw);
+          token_g = activations & Activation::kGate ? HeadGate(gate_bits[n], activations)(raw) : limit_decay(raw);
         }
         const float raw = from_bits(beta_bits[n], activations, Activation::kBeta);
-        made_beta = activations & Activation::kSigmoid ? activated_beta(raw, activations) : raw;
+        token_beta = activations & Activation::kSigmoid ? activated_beta(raw, activations) : raw;
       }
       float* const to = gates + head_of(n) * kHeadGates + token_of(n);
-      to[0] = made_g;
-      to[kChunk] = made_beta;
+      to[0] = token_g;
+      to[kChunk] = token_beta;
     }
   }
 }

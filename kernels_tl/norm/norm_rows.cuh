@@ -25,8 +25,8 @@ class RowWalk {
  public:
   __device__ __forceinline__ RowWalk(const NormRows& rows, unsigned cta)
       : rows_(rows), row_(cta * rows.of_cta() + threadIdx.x / rows.lanes), step_(rows.ctas * rows.of_cta()) {
-    place_ = place_of(row_);
-    place_step_ = place_of(step_);
+    index_ = index_of(row_);
+    step_index_ = index_of(step_);
   }
 
   __device__ __forceinline__ unsigned row() const { return row_; }
@@ -34,32 +34,32 @@ class RowWalk {
   // Whether a row of any of the CTA's threads is left.
   __device__ __forceinline__ bool any_left() const { return row_ - threadIdx.x / rows_.lanes < rows_.count; }
   __device__ __forceinline__ int64_t offset(const NormStrides& x) const {
-    return place_.batch * x.batch + place_.token * x.token + place_.head * x.head;
+    return index_.batch * x.batch + index_.token * x.token + index_.head * x.head;
   }
 
   __device__ __forceinline__ void advance() {
     row_ += step_;
-    place_.head += place_step_.head;
-    const bool next_token = place_.head >= rows_.heads;
-    place_.head -= next_token ? rows_.heads : 0;
-    place_.token += place_step_.token + next_token;
-    const bool next_batch = place_.token >= rows_.tokens;
-    place_.token -= next_batch ? rows_.tokens : 0;
-    place_.batch += place_step_.batch + next_batch;
+    index_.head += step_index_.head;
+    const bool next_token = index_.head >= rows_.heads;
+    index_.head -= next_token ? rows_.heads : 0;
+    index_.token += step_index_.token + next_token;
+    const bool next_batch = index_.token >= rows_.tokens;
+    index_.token -= next_batch ? rows_.tokens : 0;
+    index_.batch += step_index_.batch + next_batch;
   }
 
  private:
-  struct Place {
+  struct RowIndex {
     unsigned batch, token, head;
   };
-  __device__ __forceinline__ Place place_of(unsigned row) const {
+  __device__ __forceinline__ RowIndex index_of(unsigned row) const {
     const unsigned token = row / rows_.heads, batch = token / rows_.tokens;
     return {batch, token - batch * rows_.tokens, row - token * rows_.heads};
   }
 
   const NormRows& rows_;
   unsigned row_, step_;
-  Place place_, place_step_;
+  RowIndex index_, step_index_;
 };
 
 // The kChannels channels of a row that a thread has, in pieces of 16 bytes or of one element, lanes pieces apart.

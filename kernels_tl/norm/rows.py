@@ -36,8 +36,8 @@ class NormInputs(Bundle):
 
     def rows(self):
         """NormRows of norm_rows.cuh."""
-        numbers = (self.batch * self.tokens * self.heads, self.tokens, self.heads, self.ctas)
-        return extern("NormRows", *(T.Cast("uint32", x) for x in numbers), T.Cast("int32", self.V), self.lanes)
+        sizes = (self.batch * self.tokens * self.heads, self.tokens, self.heads, self.ctas)
+        return extern("NormRows", *(T.Cast("uint32", x) for x in sizes), T.Cast("int32", self.V), self.lanes)
 
     def norm(self):
         """GatedNorm of norm_rows.cuh."""
@@ -46,8 +46,8 @@ class NormInputs(Bundle):
 
 def strided(name, shape, dtype):
     """The fields of a tensor [batch, tokens, heads, V] with any strides of the first three."""
-    found = [T.dynamic(f"{name}_{of}", "int64") for of in ("batch", "token", "head")]
-    return {name: T.StridedTensor(shape, (*found, 1), memory_type(dtype))} | {x.name: x for x in found}
+    strides = [T.dynamic(f"{name}_{of}", "int64") for of in ("batch", "token", "head")]
+    return {name: T.StridedTensor(shape, (*strides, 1), memory_type(dtype))} | {x.name: x for x in strides}
 
 
 def strides(x):

@@ -41,13 +41,13 @@ struct TileVectors {
 template <int kThreads, int kColumns>
 __device__ __forceinline__ void load_rows(void* tile, const void* rows, int64_t stride, int valid, int columns) {
   constexpr int kWidth = kColumns < 2 * kChunk ? kColumns : 2 * kChunk;  // at a time
-  const TileVectors<kThreads, kWidth> own;
+  const TileVectors<kThreads, kWidth> vectors;
 #pragma unroll
   for (int first = 0; first < kColumns; first += kWidth) {
-    const auto* const from = static_cast<const uint16_t*>(rows) + first + own.column();
-    const int there = first + own.column() < columns ? valid : 0;
-    own.for_each(static_cast<char*>(tile) + first * (kChunk * 2),
-                 [=](int row, char* at) { copy_async(at, from + row * stride, row < there); });
+    const auto* const from = static_cast<const uint16_t*>(rows) + first + vectors.column();
+    const int there = first + vectors.column() < columns ? valid : 0;
+    vectors.for_each(static_cast<char*>(tile) + first * (kChunk * 2),
+                     [=](int row, char* at) { copy_async(at, from + row * stride, row < there); });
   }
 }
 
@@ -55,13 +55,13 @@ __device__ __forceinline__ void load_rows(void* tile, const void* rows, int64_t 
 // another, each from the diagonal block on (kTriangle of layout.py). A step of the threads is a row of blocks.
 template <int kThreads>
 __device__ __forceinline__ void load_triangle(void* tile, const void* matrix) {
-  const TileVectors<kThreads, kChunk> own;
-  static_assert(own.kStep == kBlock);
-  own.for_each(tile, [=](int row, char* at) {
+  const TileVectors<kThreads, kChunk> vectors;
+  static_assert(vectors.kStep == kBlock);
+  vectors.for_each(tile, [=](int row, char* at) {
     const int block = row / kBlock, width = kChunk - kBlock * block;
     const int before = kBlock * (kChunk * block - kBlock * block * (block - 1) / 2);  // elements of earlier blocks
     const auto* const from = static_cast<const uint16_t*>(matrix) + before + row % kBlock * width - kBlock * block;
-    copy_async(at, from + own.column(), own.column() >= kBlock * block);
+    copy_async(at, from + vectors.column(), vectors.column() >= kBlock * block);
   });
 }
 
@@ -80,10 +80,10 @@ __device__ __forceinline__ void load_floats(float* to, const float* from) {
 // rows[i * stride + j] = tile[i][j] for i < valid, j < columns, a multiple of 8, from a tile of 64 x 64.
 template <int kThreads>
 __device__ __forceinline__ void store_rows(void* rows, void* tile, int64_t stride, int valid, int columns) {
-  const TileVectors<kThreads, kChunk> own;
-  auto* const to = static_cast<uint16_t*>(rows) + own.column();
-  const int there = own.column() < columns ? valid : 0;
-  own.for_each(tile, [=](int row, const char* at) {
+  const TileVectors<kThreads, kChunk> vectors;
+  auto* const to = static_cast<uint16_t*>(rows) + vectors.column();
+  const int there = vectors.column() < columns ? valid : 0;
+  vectors.for_each(tile, [=](int row, const char* at) {
     if (row < there) {
       *reinterpret_cast<uint4*>(to + row * stride) = *reinterpret_cast<const uint4*>(at);
     }
@@ -95,10 +95,10 @@ __device__ __forceinline__ void store_rows(void* rows, void* tile, int64_t strid
 template <int kThreads, typename T>
 __device__ __forceinline__ void add_tile(void* rows, void* tile, int64_t stride, int valid, int columns,
                                          bool is_first) {
-  const TileVectors<kThreads, 2 * kChunk> own;
-  auto* const first = static_cast<uint16_t*>(rows) + own.column();
-  const int there = own.column() < columns ? valid : 0;
-  own.for_each(tile, [=](int row, const char* at) {
+  const TileVectors<kThreads, 2 * kChunk> vectors;
+  auto* const first = static_cast<uint16_t*>(rows) + vectors.column();
+  const int there = vectors.column() < columns ? valid : 0;
+  vectors.for_each(tile, [=](int row, const char* at) {
     if (row < there) {
       uint4* const to = reinterpret_cast<uint4*>(first + row * stride);
       uint4 x = *reinterpret_cast<const uint4*>(at);

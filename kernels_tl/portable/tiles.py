@@ -26,10 +26,10 @@ def locate(cta, sizes, value_tiles):
     """The work tile of a CTA of [segments * H_v * value tiles]: segment n, value head hv and its query/key head hk, and
     v0, the first of NARROW_TILE value rows."""
     H_v = T.Cast("int32", sizes.H_v)
-    found = Variables(part=T.truncdiv(cta, value_tiles))
-    found.and_also(v0=(cta - found.part * value_tiles) * NARROW_TILE, n=T.truncdiv(found.part, H_v))
-    found.and_also(hv=found.part - found.n * H_v)
-    return found.and_also(hk=T.truncdiv(found.hv, sizes.group))
+    work = Variables(part=T.truncdiv(cta, value_tiles))
+    work.and_also(v0=(cta - work.part * value_tiles) * NARROW_TILE, n=T.truncdiv(work.part, H_v))
+    work.and_also(hv=work.part - work.n * H_v)
+    return work.and_also(hk=T.truncdiv(work.hv, sizes.group))
 
 
 @T.macro

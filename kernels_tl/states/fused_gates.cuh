@@ -21,11 +21,11 @@ __device__ __forceinline__ void store_cumsum(float* rows, const float* table, in
 
 // bits[i] = the bits of the lane's two numbers, of g or of beta. Token n is element at + n stride; tokens from `length`
 // on are not read. The loads are in flight while the warp writes the table of the chunk before.
-__device__ __forceinline__ void load_pair(uint32_t* bits, const void* numbers, int activations, int bit, int64_t at,
+__device__ __forceinline__ void load_pair(uint32_t* bits, const void* data, int activations, int bit, int64_t at,
                                           int stride, int length) {
   const int token = 2 * lane_here();
   with_dtype(activations, bit, [&]<typename T>(T) {
-    const T* const elements = static_cast<const T*>(numbers) + at;
+    const T* const elements = static_cast<const T*>(data) + at;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (token + i < length) {

@@ -19,7 +19,7 @@ import tilelang.language as T
 from kernels_tl.bundles import Chunks, Maps, Replay, Sizes, States
 from kernels_tl.config import REPLAY_STATES, WGMMA_ROWS as ROWS
 from kernels_tl.core.common import EXPLICIT_PASS_CONFIGS, C, after, block_rows, extern
-from kernels_tl.core.cta import barriers, clear_rows_after, fetch, grid_of_tiles, locate_tile, place_in_tiles, shared
+from kernels_tl.core.cta import barriers, clear_rows_after, fetch, grid_of_tiles, locate_tile, position_in_tiles, shared
 from kernels_tl.core.pipeline import Stage, is_producer_warp, stage_of
 from kernels_tl.layout import FROM_SCAN, ForwardGate, NamedBarrier
 from kernels_tl.states.recurrence import begin_step, end_step, registers
@@ -64,11 +64,11 @@ def replay_states(dtype, K):
 
     @T.macro
     def stage_h(r, tiles, ready, warpgroup, c, rows):
-        own = Stage(warpgroup, c % 2)
+        h_stage = Stage(warpgroup, c % 2)
         if not r.is_wide:  # the first product stages a wide state
-            own.wait_until_free(ready.h_stored)
+            h_stage.wait_until_free(ready.h_stored)
             extern(f"stage_rows<{BOXES}>", r.S_16.data, T.access_ptr(tiles.h[warpgroup, 0, 0, 0], "w"), rows)
-        own.arrive(ready.h_staged)
+        h_stage.arrive(ready.h_staged)
 
     def values_of(tiles, ready):
         return Outgoing(tiles.V_new, ready.V_new_staged, ready.V_new_stored)
@@ -78,7 +78,7 @@ def replay_states(dtype, K):
         """The consumers: the recurrence, with h and V_new to shared memory."""
         warpgroup = T.truncdiv(T.get_thread_binding(), 128)
         r = registers(V, K, dtype, tile.early_factors, output=False, exact=True)
-        place = place_in_tiles()
+        position = position_in_tiles()
         rows = T.alloc_var("int32", init=extern("rows_offset", returns="int32"))
         T.clear(r.S)
         if segment.initial >= 0:
@@ -101,8 +101,8 @@ def replay_states(dtype, K):
                 tiles,
                 s,
                 tiles.V[s, warpgroup, 0, 0],
-                place.offset,
-                place.column,
+                position.offset,
+                position.column,
                 meanwhile=partial(stage_h, r, tiles, ready, warpgroup, c, rows),
                 staged=(T.access_ptr(tiles.h[warpgroup, 0, 0, 0], "w"), rows) if r.is_wide else None,
             )
@@ -112,8 +112,8 @@ def replay_states(dtype, K):
                 r,
                 tiles,
                 s,
-                place.column,
-                meanwhile=partial(stage_values, values, r.V_new, r.element, warpgroup, c, place.offset),
+                position.column,
+                meanwhile=partial(stage_values, values, r.V_new, r.element, warpgroup, c, position.offset),
             )
             stage.arrive(ready.released)
 

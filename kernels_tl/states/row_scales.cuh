@@ -28,16 +28,16 @@ __device__ __forceinline__ uint32_t scale_of(float square) {
   return (127 + min(kUnscaledBits - 1 - exponent, 0)) << 7;
 }
 
-__device__ __forceinline__ uint32_t* own_scales(void* scales) {
+__device__ __forceinline__ uint32_t* thread_scales(void* scales) {
   int thread = threadIdx.x;
   make_opaque(thread);  // no address stays in a register
   return static_cast<uint32_t*>(scales) + thread / 4;
 }
-__device__ __forceinline__ uint32_t load_scales(void* scales) { return *own_scales(scales); }
-__device__ __forceinline__ void store_scales(void* scales, uint32_t own) {
+__device__ __forceinline__ uint32_t load_scales(void* scales) { return *thread_scales(scales); }
+__device__ __forceinline__ void store_scales(void* scales, uint32_t pair) {
   __syncwarp();
   if (threadIdx.x % 4 == 0) {
-    *own_scales(scales) = own;
+    *thread_scales(scales) = pair;
   }
   __syncwarp();
 }
@@ -65,13 +65,13 @@ __device__ __forceinline__ float2 squares_of_rows(const float* S) {
 // Whether the warp has a number that is at least 2, infinite or NaN: this is the highest bit of its exponent. kCount
 // registers hold pairs in fp16, or numbers in fp32.
 template <int kCount, bool kPairs>
-__device__ __forceinline__ bool has_large(const void* numbers) {
-  uint32_t found = 0;
+__device__ __forceinline__ bool has_large(const void* registers) {
+  uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    found |= static_cast<const uint32_t*>(numbers)[i];
+    bits |= static_cast<const uint32_t*>(registers)[i];
   }
-  return __any_sync(~0u, (found & (kPairs ? 0x40004000 : 0x40000000)) != 0);
+  return __any_sync(~0u, (bits & (kPairs ? 0x40004000 : 0x40000000)) != 0);
 }
 
 // Scales S^T anew if a row of the warp is `scaled` or, being `large`, may have to be. S_16, if any, gets S^T
@@ -84,9 +84,9 @@ __device__ __forceinline__ bool scale_rows(float* S, void* S_16, void* scales, b
       multiply_rows<kChunk / 2>(O, inverses);
     }
     const float2 squares = squares_of_rows<kK>(S);
-    const uint32_t own = scale_of(squares.x * inverses.x * inverses.x) | scale_of(squares.y * inverses.y * inverses.y)
-                                                                             << 16;
-    const float2 factors = factors_of(own);
+    const uint32_t new_scales =
+        scale_of(squares.x * inverses.x * inverses.x) | scale_of(squares.y * inverses.y * inverses.y) << 16;
+    const float2 factors = factors_of(new_scales);
     multiply_rows<kK / 2>(S, {factors.x * inverses.x, factors.y * inverses.y});
     if (S_16 != nullptr) {
 #pragma unroll
@@ -94,8 +94,8 @@ __device__ __forceinline__ bool scale_rows(float* S, void* S_16, void* scales, b
         static_cast<uint32_t*>(S_16)[i] = pack(__half(), S[2 * i], S[2 * i + 1]);
       }
     }
-    store_scales(scales, own);
-    scaled = is_scaled(own);
+    store_scales(scales, new_scales);
+    scaled = is_scaled(new_scales);
   }
   // The branches meet here: see read_state.
 #pragma unroll
@@ -114,9 +114,9 @@ __device__ __forceinline__ bool begin_scales(float* S, void* S_16, void* scales)
 }
 template <int kK>
 __device__ __forceinline__ void end_scales(float* S, void* scales) {
-  const uint32_t own = load_scales(scales);
-  if (is_scaled(own)) {
-    multiply_rows<kK / 2>(S, inverses_of(own));
+  const uint32_t row_scales = load_scales(scales);
+  if (is_scaled(row_scales)) {
+    multiply_rows<kK / 2>(S, inverses_of(row_scales));
   }
 #pragma unroll
   for (int i = 0; i < kK / 2; ++i) {

@@ -31,10 +31,10 @@ template <bool kRowsFast>
 __device__ __forceinline__ void read_tile(const uint16_t* from, uint16_t* tile, const Dimension& fast,
                                           const Dimension& slow, int first_fast, int first_slow) {
   constexpr int kCount = kCopyTile / kCopyStep;
-  const int own = threadIdx.x % kCopyTile, begin = threadIdx.x / kCopyTile;
-  const int left = first_fast + own < fast.extent ? slow.extent - first_slow - begin : 0;
+  const int along_fast = threadIdx.x % kCopyTile, begin = threadIdx.x / kCopyTile;
+  const int left = first_fast + along_fast < fast.extent ? slow.extent - first_slow - begin : 0;
   if (left > 0) {
-    from += fast.offset(first_fast + own) + slow.offset(first_slow + begin);
+    from += fast.offset(first_fast + along_fast) + slow.offset(first_slow + begin);
   }
   int before_wrap = slow.inner - (first_slow + begin) % slow.inner;  // elements left of the inner dimension
   const int64_t step = kCopyStep * slow.stride, wrap = step + slow.outer_stride - slow.inner * slow.stride;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void read_tile(const uint16_t* from, uint16_t* tile, 
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int at = begin + i * kCopyStep;
-    tile[kRowsFast ? own * kCopyPitch + at : at * kCopyPitch + own] = x[i];
+    tile[kRowsFast ? along_fast * kCopyPitch + at : at * kCopyPitch + along_fast] = x[i];
   }
 }
 
