@@ -106,9 +106,9 @@ def run(operator, inputs: dict, gradients: dict) -> dict:
     leaves = {name: inputs[name].detach().requires_grad_() for name in GRADIENT_OF if inputs[name] is not None}
     leaves |= {name: inputs[name].detach().requires_grad_() for name in ("A_log", "dt_bias") if name in inputs}
     outputs = operator({**inputs, **leaves})
-    found = torch.autograd.grad(outputs, list(leaves.values()), list(gradients.values()))
+    leaf_gradients = torch.autograd.grad(outputs, list(leaves.values()), list(gradients.values()))
     names = ("o", "final_state", *(GRADIENT_OF.get(name, f"d{name}") for name in leaves))
-    return dict(zip(names, (*outputs, *found), strict=True))
+    return dict(zip(names, (*outputs, *leaf_gradients), strict=True))
 
 
 def in_fp32(inputs: dict) -> dict:
@@ -147,13 +147,13 @@ def check(case: Case, device: str) -> None:
     expected, expected_gradients = expected_of(inputs, gradients)
     for name in ("o", "final_state"):
         accuracy.check(name, actual[name], expected[name], dtype=case.dtype, case=case)
-    found = {name: x for name, x in actual.items() if name not in ("o", "final_state")}
+    actual_gradients = {name: x for name, x in actual.items() if name not in ("o", "final_state")}
     g_cumsum = reference.chunk_cumsum(inputs["g"], inputs["cu_seqlens"])
-    accuracy.check_gradients(found, expected_gradients, dtype=case.dtype, case=case, g_cumsum=g_cumsum)
+    accuracy.check_gradients(actual_gradients, expected_gradients, dtype=case.dtype, case=case, g_cumsum=g_cumsum)
     for name, x in actual.items():
         source = {gradient: name for name, gradient in GRADIENT_OF.items()}.get(name)
-        wanted = inputs[source].dtype if source else torch.float32 if name == "final_state" else case.dtype
-        assert x.dtype == wanted, name
+        expected_dtype = inputs[source].dtype if source else torch.float32 if name == "final_state" else case.dtype
+        assert x.dtype == expected_dtype, name
     for name, x in run(naive, in_fp32(inputs), gradients).items():
         size = expected_gradients.sizes.get(name)
         assert relative_error(x, expected[name], size) < NAIVE_TOLERANCE, f"FLA's naive recurrence has another {name}"
@@ -294,14 +294,14 @@ def test_context_parallelism(device, integration):
     assert context.cu_seqlens.tolist() == [0, 64, 100, 128]
     rows = torch.tensor([0, 0, 1], device=device)  # the first two of the three are of one sequence
     ends = torch.tensor([0, 1, 1], device=device)[:, None, None, None]
-    given = inputs | {"initial_state": inputs["initial_state"][rows], "cp_context": context}
+    arguments = inputs | {"initial_state": inputs["initial_state"][rows], "cp_context": context}
     with Ran() as ran:
-        found = run(through_fla, given, gradients | {"dht": gradients["dht"][rows] * ends})
+        actual = run(through_fla, arguments, gradients | {"dht": gradients["dht"][rows] * ends})
     assert ran.ops == [f"gated_delta_rule_{part}" for part in PARTS]
-    assert not found["dh0"][1].any()
-    found["dh0"], found["final_state"] = found["dh0"][[0, 2]], found["final_state"][1:]
+    assert not actual["dh0"][1].any()
+    actual["dh0"], actual["final_state"] = actual["dh0"][[0, 2]], actual["final_state"][1:]
     expected, expected_gradients = expected_of(inputs, gradients)
-    for name, x in found.items():
+    for name, x in actual.items():
         error = relative_error(x, expected[name], expected_gradients.sizes.get(name))
         assert error < BARS.get(name, DOT_PRODUCT_BAR), f"{name}: {error:.2e}"
 
@@ -351,9 +351,9 @@ def test_arguments_that_change_nothing(integration):
     """torchtitan passes on the offsets on the CPU, others precomputed indices and the chunk size."""
     inputs, _ = arguments_of(Case(lengths=(100, 0, 30)), "cpu")
     expected = fla_gdr.chunk_gated_delta_rule(**inputs, output_final_state=True)
-    given = {"cu_seqlens_cpu": inputs["cu_seqlens"], "chunk_indices": torch.tensor([[0, 0]]), "chunk_size": 64}
+    options = {"cu_seqlens_cpu": inputs["cu_seqlens"], "chunk_indices": torch.tensor([[0, 0]]), "chunk_size": 64}
     with Ran() as ran:
-        actual = fla_gdr.chunk_gated_delta_rule(**inputs, **given, output_final_state=True)
+        actual = fla_gdr.chunk_gated_delta_rule(**inputs, **options, output_final_state=True)
     assert ran.ops == [INFERENCE]
     assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
@@ -515,9 +515,9 @@ def test_decoding_beside_fla(name):
     with Ran() as ran:
         ours = fla_gdr.fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
     assert ran.ops == [DECODING]
-    for x, y, wanted in zip(ours, theirs, (expected.o, expected.final_state), strict=True):
+    for x, y, exact in zip(ours, theirs, (expected.o, expected.final_state), strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
-        assert relative_error(x, wanted) <= 5e-3 and relative_error(y, wanted) < FLA_BAR
+        assert relative_error(x, exact) <= 5e-3 and relative_error(y, exact) < FLA_BAR
 
 
 # FLA's layer by its K/V; its default for V is twice K.
@@ -564,8 +564,8 @@ def run_layer(layer, x: torch.Tensor, **arguments) -> dict:
     y, _, _ = layer(x, **arguments)
     weights = torch.linspace(-1, 1, y.shape[-1], device=x.device)
     parameters = dict(layer.named_parameters())
-    found = torch.autograd.grad((y.float() * weights).sum(), list(parameters.values()))
-    return {"y": y, **dict(zip(parameters, found, strict=True))}
+    gradients = torch.autograd.grad((y.float() * weights).sum(), list(parameters.values()))
+    return {"y": y, **dict(zip(parameters, gradients, strict=True))}
 
 
 def run_layer_naively(layer, x: torch.Tensor, **arguments) -> dict:
@@ -597,9 +597,9 @@ def layer_inputs(kind: str, device: str) -> tuple[torch.Tensor, dict]:
     return x, {}
 
 
-def layer_errors(found: dict, exact: dict) -> dict:
+def layer_errors(actual: dict, exact: dict) -> dict:
     """The relative error of y, and the root mean square of those of the gradients."""
-    errors = {name: relative_error(found[name], x.double()) for name, x in exact.items()}
+    errors = {name: relative_error(actual[name], x.double()) for name, x in exact.items()}
     y = errors.pop("y")
     return {"y": y, "gradients": torch.tensor(list(errors.values())).square().mean().sqrt().item()}
 
@@ -625,8 +625,8 @@ def test_layer(name, kind, device, integrated):
     bars = layer_errors(naively, exact)
     for part, error in layer_errors(actual, exact).items():
         assert error < LAYER_RATIO[device] * bars[part], part
-    for part, wanted in exact.items():
-        assert relative_error(actual[part], wanted.double()) < 5e-2, part
+    for part, expected in exact.items():
+        assert relative_error(actual[part], expected.double()) < 5e-2, part
 
 
 # The layer's region
@@ -662,8 +662,8 @@ def run_in_fp64(layer, x: torch.Tensor, cu_seqlens=None, attention_mask=None) ->
     else:
         rows = [run(row[mask][None]) for row, mask in zip(x, attention_mask, strict=True)]
         y = torch.cat([F.pad(row, (0, 0, x.shape[1] - row.shape[1], 0)) for row in rows])
-    found = torch.autograd.grad((y * torch.linspace(-1, 1, 64, device=x.device)).sum(), list(parameters.values()))
-    return {"y": y, **dict(zip(parameters, found, strict=True))}
+    gradients = torch.autograd.grad((y * torch.linspace(-1, 1, 64, device=x.device)).sum(), list(parameters.values()))
+    return {"y": y, **dict(zip(parameters, gradients, strict=True))}
 
 
 WHOLE = {
@@ -685,8 +685,8 @@ def test_region_of_a_layer(name, kind, device, integration, caplog):
         actual = run_layer(layer, x, **arguments)
     assert ran.ops[:5] == REGION and sorted(ran.ops[5:]) == sorted(REGION_BACKWARD) and not in_torch.names
     assert caplog.messages == ["flash_qla runs convolutions, delta rule and norm of GatedDeltaNet"]
-    for part, wanted in run_in_fp64(layer, x, **arguments).items():
-        assert relative_error(actual[part], wanted) < 5e-2, part
+    for part, expected in run_in_fp64(layer, x, **arguments).items():
+        assert relative_error(actual[part], expected) < 5e-2, part
 
 
 def test_cache_of_a_layer(device, integration):
@@ -695,8 +695,8 @@ def test_cache_of_a_layer(device, integration):
     layer, cache = whole_layer(device).eval(), utils.Cache()
     x, _ = layer_inputs("batch", device)
     with torch.no_grad(), Ran() as ran:
-        y, _, found = layer(x, past_key_values=cache, use_cache=True)
-    assert ran.ops == REGION and found is cache and torch.equal(y, run_layer(layer, x)["y"])
+        y, _, returned_cache = layer(x, past_key_values=cache, use_cache=True)
+    assert ran.ops == REGION and returned_cache is cache and torch.equal(y, run_layer(layer, x)["y"])
     windows, states = (cache[0][x] for x in ("conv_state", "recurrent_state"))
     for part, window in zip("qkv", windows, strict=True):
         assert torch.equal(window, getattr(layer, f"{part}_proj")(x)[:, -4:].mT)

@@ -67,11 +67,11 @@ def test_one_piece_after_the_other(T, device):
 def test_without_gates(missing, device):
     """No decay, and step sizes of 1."""
     inputs = arguments_of(Case(T=3, **FEW), device)
-    known = torch.zeros_like(inputs["g"]) if missing == "g" else torch.ones_like(inputs["beta"])
-    expected = fused_recurrent_gated_delta_rule(**inputs | {missing: known}, output_final_state=True)
+    neutral = torch.zeros_like(inputs["g"]) if missing == "g" else torch.ones_like(inputs["beta"])
+    expected = fused_recurrent_gated_delta_rule(**inputs | {missing: neutral}, output_final_state=True)
     del inputs[missing]
-    found = fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    actual = fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def test_states_with_gaps(device):
@@ -81,8 +81,8 @@ def test_states_with_gaps(device):
     wider = torch.full((*state.shape[:3], state.shape[3] + 8), torch.nan, device=device)
     wider[..., : state.shape[3]] = state
     inputs["initial_state"] = wider[..., : state.shape[3]]
-    found = fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    actual = fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("v_first", (False, True))
@@ -91,8 +91,8 @@ def test_older_name_of_the_layout(v_first):
     expected = fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
     del inputs["state_v_first"]
     with pytest.warns(DeprecationWarning, match="state_v_first"):
-        found = fused_recurrent_gated_delta_rule(**inputs, transpose_state_layout=v_first, output_final_state=True)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        actual = fused_recurrent_gated_delta_rule(**inputs, transpose_state_layout=v_first, output_final_state=True)
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("T", (1, 3))
@@ -103,8 +103,8 @@ def test_compile(T, device):
     inputs = arguments_of(Case(B=2, T=T, **FEW), device)
     before = inputs["initial_state"].clone()
     expected = fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
-    found = compiled(**inputs, output_final_state=True)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    actual = compiled(**inputs, output_final_state=True)
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
     assert torch.equal(inputs["initial_state"], before)
 
 

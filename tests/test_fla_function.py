@@ -29,8 +29,8 @@ def inputs_of(case: Case) -> tuple[list[torch.Tensor], dict]:
     return [inputs.pop(name) for name in TENSORS], inputs
 
 
-def assert_same(found, expected):
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+def assert_same(actual, expected):
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def test_by_position():
@@ -42,10 +42,10 @@ def test_by_position():
         use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, state_v_first=True, cu_seqlens=offsets,
     )  # fmt: skip
     indices = torch.tensor([[0, 0], [0, 1], [2, 0]])
-    found = chunk_gated_delta_rule(
+    actual = chunk_gated_delta_rule(
         *tensors, 0.3, h0, True, True, True, True, True, offsets, offsets.cpu(), indices, None, chunk_size=64
     )
-    assert_same(found, expected)
+    assert_same(actual, expected)
 
 
 def test_final_state_is_none_by_default():
@@ -69,8 +69,8 @@ def test_older_name_of_the_layout(v_first):
     expected = flash_qla.chunk_gated_delta_rule(*tensors, **options, output_final_state=True)
     del options["state_v_first"]
     with pytest.warns(DeprecationWarning, match="older name of state_v_first"):
-        found = chunk_gated_delta_rule(*tensors, **options, transpose_state_layout=v_first, output_final_state=True)
-    assert_same(found, expected)
+        actual = chunk_gated_delta_rule(*tensors, **options, transpose_state_layout=v_first, output_final_state=True)
+    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +122,11 @@ def test_call_of_torchtitan(lengths, how, device):
         o = torch.compile(call_of_torchtitan, fullgraph=True, backend="aot_eager")(*arguments)
     else:
         o = call_of_torchtitan(*arguments)
-    found = torch.autograd.grad(o, list(leaves.values()), gradients["do"])
+    leaf_gradients = torch.autograd.grad(o, list(leaves.values()), gradients["do"])
     accuracy.check("o", o, reference_of(inputs).o, dtype=case.dtype, case=case)
-    found = {GRADIENT_OF[name]: x for name, x in zip(leaves, found, strict=True)}
+    actual = {GRADIENT_OF[name]: x for name, x in zip(leaves, leaf_gradients, strict=True)}
     expected = reference_gradients(inputs, **gradients)
-    accuracy.check_gradients(found, expected, dtype=case.dtype, case=case, g_cumsum=cumulative_gates(inputs))
+    accuracy.check_gradients(actual, expected, dtype=case.dtype, case=case, g_cumsum=cumulative_gates(inputs))
 
 
 def samples_of_torchtitan() -> dict:
@@ -144,11 +144,11 @@ def test_convolution_and_norm_of_torchtitan(device):
     x, gate = torch.randn(2, 1, 75, 24, generator=generator).to(device, torch.bfloat16)
     weight, offsets = torch.randn(24, 1, 4, generator=generator).to(device, torch.bfloat16), [0, 70, 70, 75]
     samples, cu_seqlens = samples_of_torchtitan(), torch.tensor(offsets, device=device)
-    found = samples["convolve"](x, weight, cu_seqlens, cu_seqlens.cpu())
+    actual = samples["convolve"](x, weight, cu_seqlens, cu_seqlens.cpu())
     for begin, end in itertools.pairwise(offsets):
         padded = F.pad(x[:, begin:end].double().mT, (3, 0))
         expected = F.silu(F.conv1d(padded, weight.double(), groups=24)).mT if end > begin else x[:, :0].double()
-        torch.testing.assert_close(found[:, begin:end].double(), expected, rtol=5e-3, atol=1e-3)
+        torch.testing.assert_close(actual[:, begin:end].double(), expected, rtol=5e-3, atol=1e-3)
     layer = SimpleNamespace(weight=torch.randn(8, generator=generator).to(device), eps=1e-6)
     x, gate = (y.unflatten(-1, (3, 8)) for y in (x, gate))
     norm = F.rms_norm(x.double(), (8,), layer.weight.double(), layer.eps)

@@ -75,15 +75,15 @@ def test_steps(name, mode, device, integration, caplog):
     with mode(), Ran() as ran, caplog.at_level("INFO", "fla.flash_qla"):
         outputs = [y]
         for token in x[:, PREFILL:].split(1, 1):
-            y, nothing, found = layer(token, past_key_values=cache, use_cache=True)
+            y, attentions, returned_cache = layer(token, past_key_values=cache, use_cache=True)
             outputs.append(y)
-            assert found is cache and nothing is None
+            assert returned_cache is cache and attentions is None
     assert ran.ops == [OP] * STEPS and caplog.messages == ["flash_qla runs decoding as one op of GatedDeltaNet"]
     reference, states, inputs = expected(layer, x)
-    for found, y in zip(
+    for actual, y in zip(
         torch.cat(outputs, 1)[:, PREFILL:].split(1, 1), reference[:, PREFILL:].split(1, 1), strict=True
     ):
-        assert relative_error(found, y) < BAR
+        assert relative_error(actual, y) < BAR
     for window, of_projection in zip(cache[0]["conv_state"], inputs, strict=True):
         assert torch.equal(window, of_projection[:, -layer.conv_size :].mT)
     assert relative_error(cache[0]["recurrent_state"], states) < BAR and cache.get_seq_length() == PREFILL + STEPS
@@ -114,13 +114,13 @@ def test_padding(device, integration):
 def test_after_a_padded_prefill(device, integration):
     """The cache goes on from each row's own tokens, as if the row were alone, and is as long as a row with padding."""
     layer, cache = randomized(device), utils.Cache()
-    x, given = layer_inputs("padded", device)
-    mask, T = given["attention_mask"], x.shape[1]
+    x, arguments = layer_inputs("padded", device)
+    mask, T = arguments["attention_mask"], x.shape[1]
     for begin, end in ((0, T - 1), (T - 1, T)):
         y, _, _ = layer(x[:, begin:end], mask[:, :end], cache, use_cache=True)
         assert cache.get_seq_length() == end
-    for row, of_row, found in zip(x, mask, y, strict=True):
-        assert relative_error(found, expected(layer, row[of_row][None])[0][0, -1:]) < BAR
+    for row, of_row, actual in zip(x, mask, y, strict=True):
+        assert relative_error(actual, expected(layer, row[of_row][None])[0][0, -1:]) < BAR
 
 
 def reordered(cache):
@@ -154,13 +154,13 @@ def test_a_changed_cache(change, integration):
     with torch.no_grad():
         layer(x[:, PREFILL : PREFILL + 1], past_key_values=cache, use_cache=True)
         before = (*cache[0]["conv_state"], cache[0]["recurrent_state"])
-        kept = [y.clone() for y in before]
+        copies = [y.clone() for y in before]
         other = change(cache)
         if change is reordered:
             x = x.flip(0)
         for token in x[:, PREFILL + 1 :].split(1, 1):
             y, _, _ = layer(token, past_key_values=other, use_cache=True)
-    for old, new in zip(kept, before, strict=True):
+    for old, new in zip(copies, before, strict=True):
         assert torch.equal(old, new)
     reference, states, inputs = expected(layer, x)
     assert relative_error(y, reference[:, -1:]) < BAR and relative_error(other[0]["recurrent_state"], states) < BAR
@@ -245,18 +245,18 @@ def test_other_calls_are_theirs(integration, monkeypatch):
     _, cache = prefilled(layer, x[:, :PREFILL])
     before = [y.clone() for y in (*cache[0]["conv_state"], cache[0]["recurrent_state"])]
     monkeypatch.setattr(fla_layer, "_their_forward", lambda *arguments, **named: "theirs")
-    token, given = x[:, PREFILL : PREFILL + 1], {"past_key_values": cache, "use_cache": True}
+    token, options = x[:, PREFILL : PREFILL + 1], {"past_key_values": cache, "use_cache": True}
     with torch.no_grad():
-        assert layer(x[:, PREFILL:], **given) == "theirs"  # two tokens
+        assert layer(x[:, PREFILL:], **options) == "theirs"  # two tokens
         assert layer(token) == layer(token, past_key_values=utils.Cache(), use_cache=True) == "theirs"
-        assert layer(token, **given | {"use_cache": False}) == "theirs"
-        assert layer(token[:1], **given, cu_seqlens=torch.tensor([0, 1])) == "theirs"
-        assert layer(token[:1], **given) == "theirs"  # another batch
-        assert torch.compile(layer, backend="eager")(token, **given) == "theirs"
+        assert layer(token, **options | {"use_cache": False}) == "theirs"
+        assert layer(token[:1], **options, cu_seqlens=torch.tensor([0, 1])) == "theirs"
+        assert layer(token[:1], **options) == "theirs"  # another batch
+        assert torch.compile(layer, backend="eager")(token, **options) == "theirs"
         layer.train()
-        assert layer(token, **given) == "theirs"
+        assert layer(token, **options) == "theirs"
         layer.eval()
-    assert layer(token, **given) == "theirs"  # with gradients
+    assert layer(token, **options) == "theirs"  # with gradients
     for old, new in zip(before, (*cache[0]["conv_state"], cache[0]["recurrent_state"]), strict=True):
         assert torch.equal(old, new)
 

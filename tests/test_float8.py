@@ -86,10 +86,10 @@ def test_infinities(T, dtype, device):
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 def test_every_number_stays(path, dtype, device):
     """All finite numbers of both formats stay the same if they are read and written, in all places of a lane."""
-    numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
-    numbers = numbers[numbers.float().isfinite()]
-    indices = torch.randint(len(numbers), (3, 2, 72, 128), generator=torch.Generator().manual_seed(0))
-    pool = numbers[indices].to(device)
+    values = torch.arange(256, dtype=torch.uint8).view(dtype)
+    values = values[values.float().isfinite()]
+    indices = torch.randint(len(values), (3, 2, 72, 128), generator=torch.Generator().manual_seed(0))
+    pool = values[indices].to(device)
     before = pool.float()
     o = run(path, pool, torch.ones(128, device=device, dtype=BF16), torch.ones(72, device=device, dtype=BF16), 0.0, 0.0)
     assert torch.equal(pool.float(), before)

@@ -150,9 +150,9 @@ def make(trial: Trial) -> Call:
 def seeded(trial: Trial, condition, **fields) -> Trial:
     """The trial with the first seed whose trial and call are such ones."""
     for seed in range(200):
-        found = dataclasses.replace(trial, case=dataclasses.replace(trial.case, seed=seed), **fields)
-        if condition(found, make(found)):
-            return found
+        candidate = dataclasses.replace(trial, case=dataclasses.replace(trial.case, seed=seed), **fields)
+        if condition(candidate, make(candidate)):
+            return candidate
     raise AssertionError("no seed makes such a call")
 
 
@@ -233,10 +233,10 @@ def test_a_nan_comes_out_where_it_went_in(op, name):
     assert x.isnan().sum() == 1 + before.isnan().sum()
     assert x.stride() == before.stride() and x.storage_offset() == before.storage_offset()
     heads = slice(2 * token.head, 2 * token.head + 2) if name in ("q", "k") else slice(token.head, token.head + 1)
-    found = call(**{argument: x})["o"][0].isnan().any(-1)  # [T, H_v]
-    assert found[token.t, heads].all()
-    found[token.t : trial.case.lengths[0], heads] = False
-    assert not found.any()
+    is_nan = call(**{argument: x})["o"][0].isnan().any(-1)  # [T, H_v]
+    assert is_nan[token.t, heads].all()
+    is_nan[token.t : trial.case.lengths[0], heads] = False
+    assert not is_nan.any()
     trials.run(trial, "cpu")
 
 
@@ -285,24 +285,24 @@ def test_jobs_do_what_one_does(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fault, said",
+    "fault, message",
     (
         ("f(t) if t != fuzz.draw(3, 5, 'cpu') else 1 / 0", "ZeroDivisionError"),
         ("f(t) if t != fuzz.draw(3, 5, 'cpu') else os._exit(7)", "its process ended with 7"),
     ),
     ids=("error", "crash"),
 )
-def test_a_failure_in_a_job_stops_all(fault, said, tmp_path):
+def test_a_failure_in_a_job_stops_all(fault, message, tmp_path):
     change = f"fuzz.run, f = lambda t, device: {fault}, lambda t: {{'o': 0.5}}"
-    found = fuzz_in(tmp_path, "--seed", "3", "--jobs", "2", change=change)
-    assert found.returncode == 1, found.stderr
-    assert said in found.stdout and str(fuzz.draw(3, 5, "cpu")) in found.stdout
-    assert "python tests/fuzz.py --seed 3 --case 5 --device cpu" in found.stdout
+    result = fuzz_in(tmp_path, "--seed", "3", "--jobs", "2", change=change)
+    assert result.returncode == 1, result.stderr
+    assert message in result.stdout and str(fuzz.draw(3, 5, "cpu")) in result.stdout
+    assert "python tests/fuzz.py --seed 3 --case 5 --device cpu" in result.stdout
 
 
 # If the norm of a row, or of its terms, is beyond fp16's range, its numbers may be inf or nan, even within the range.
 @pytest.mark.parametrize(
-    "name, size, between, found, right",
+    "name, size, between, element, passes",
     (
         ("dk", 1e5, None, torch.inf, True),
         ("dk", 1e5, None, "wrong", False),
@@ -313,11 +313,11 @@ def test_a_failure_in_a_job_stops_all(fault, said, tmp_path):
         ("dv", 1e5, None, torch.inf, False),
     ),
 )
-def test_beyond_the_range_of_fp16(name, size, between, found, right):
+def test_beyond_the_range_of_fp16(name, size, between, element, passes):
     noise = trials.Noise(torch.float16, "cpu", trials.RUNS, 0)
     runs = torch.full((2 + trials.RUNS, 1, 3, 2, 64), size / 8, dtype=torch.float64)
     runs[1:] *= 1 + 1e-3 * torch.randn(runs[1:].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     actual = runs[0].to(torch.float16)
-    actual[0, 1, 0] = 1.1 * actual[0, 1, 0] if found == "wrong" else found
+    actual[0, 1, 0] = 1.1 * actual[0, 1, 0] if element == "wrong" else element
     on_the_way = None if between is None else torch.full((1, 3, 2), between, dtype=torch.float64)
-    assert (trials.Bars(name, runs, noise, on_the_way).check(actual, torch.float32) <= 1) == right
+    assert (trials.Bars(name, runs, noise, on_the_way).check(actual, torch.float32) <= 1) == passes

@@ -145,10 +145,10 @@ def main(arguments: list[str] | None = None) -> int:
         inputs, gradients = cases.make_inputs(case, device), cases.make_gradients(case, device)
         expected = cases.expected_of_both(inputs, gradients, getattr(torch, options.ref_dtype))
         errors, misses = accuracy.compare(run(inputs, gradients), *expected, dtype=case.dtype, case=case)
-        numbers = times(flash_qla.chunk_gated_delta_rule, inputs, gradients) if timing else []
-        numbers += fla_times(inputs, gradients) if fla else []
+        milliseconds = times(flash_qla.chunk_gated_delta_rule, inputs, gradients) if timing else []
+        milliseconds += fla_times(inputs, gradients) if fla else []
         cells = [f"{errors[name]:.1e}" if name in errors else "-" for name in tensors]
-        print("".join(f"{cell:>12}" for cell in (*cells, *(f"{x:.3f}" for x in numbers))), f" {case}", flush=True)
+        print("".join(f"{cell:>12}" for cell in (*cells, *(f"{x:.3f}" for x in milliseconds))), f" {case}", flush=True)
         print(*(f"  MISS {miss}\n" for miss in misses), sep="", end="", flush=True)
         count, bad = count + 1, bad + bool(misses)
     print(f"{count} cases, {bad} with misses")

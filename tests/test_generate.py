@@ -54,12 +54,12 @@ def check(model, tokens, decodes=DECODING, **options):
     expected = generate(model, tokens, **options)
     with use_flash_qla(model), Ran() as ran:
         torch.manual_seed(3)
-        found = generate(model, tokens, **options)
-    assert torch.equal(found, expected)
+        actual = generate(model, tokens, **options)
+    assert torch.equal(actual, expected)
     if decodes:
-        steps = found.shape[1] - tokens.shape[1] - 1
+        steps = actual.shape[1] - tokens.shape[1] - 1
         assert ran.ops.count(decodes) == steps * len(gated_delta_nets(model))
-    return found
+    return actual
 
 
 @all_models

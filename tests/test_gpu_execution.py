@@ -178,8 +178,8 @@ for offsets in ([0, 60, 40, 100], [0, 101], [3, 100], [0, -1, 100], [0, 40, 100]
     lines = output.splitlines()
     assert len(lines) == 15, output
     for i, op in enumerate(("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd")):
-        for line, found in zip(lines[i:12:3], ("40", "101", "3", "-1"), strict=True):
-            assert f"flash_qla::{op}: cu_seqlens" in line and "expected" in line and found in line
+        for line, value in zip(lines[i:12:3], ("40", "101", "3", "-1"), strict=True):
+            assert f"flash_qla::{op}: cu_seqlens" in line and "expected" in line and value in line
     assert lines[12:] == ["passed"] * 3
 
 

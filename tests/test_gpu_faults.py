@@ -132,12 +132,12 @@ def report(call):
         say(str(error).splitlines()[0])
 """
 AFTER_CALLS = """
-made = list(calls())
-for call in made:
+all_calls = list(calls())
+for call in all_calls:
     call()
 torch.cuda.synchronize()
 break_cuda()
-for call in made:
+for call in all_calls:
     report(call)
     report(call)
 """
@@ -162,8 +162,8 @@ def test_errors_of_other_kernels_are_passed_on(code):
 
 FORKED = """
 import signal, traceback
-made = list(calls())
-expected = [call() for call in made]
+all_calls = list(calls())
+expected = [call() for call in all_calls]
 torch.cuda.synchronize()
 child = os.fork()
 if child == 0:
@@ -175,7 +175,7 @@ if child == 0:
         import flash_qla
         inputs = make_inputs(Case(T=5, K=8, V=8), "cpu")
         assert flash_qla.chunk_gated_delta_rule(**inputs)[0].isfinite().all()
-        for call in made:
+        for call in all_calls:
             try:
                 call()
                 raise AssertionError("ran")
@@ -188,7 +188,7 @@ if child == 0:
         os._exit(status)
 _, status = os.waitpid(child, 0)
 assert status == 0, status
-for call, results in zip(made, expected):
+for call, results in zip(all_calls, expected):
     assert equal(call(), results)
 say("done")
 """
@@ -199,7 +199,7 @@ def test_fork_after_the_start_of_cuda():
     assert run_on_the_gpu(FORKED)[-1] == "done"
 
 
-GIVEN_UP = """
+ABANDONED_CAPTURES = """
 def capture(call, fault=lambda: None):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.current_stream()):  # which a capture that fails leaves at its own
@@ -247,24 +247,24 @@ say("done")
 
 def test_captures_that_are_given_up():
     """A capture ends by an exception, or because something else invalidated it. The next call and capture are right."""
-    assert run_on_the_gpu(GIVEN_UP)[-1] == "done"
+    assert run_on_the_gpu(ABANDONED_CAPTURES)[-1] == "done"
 
 
 # Threads, streams, devices
 
 
-def run_in_threads(works: list):
+def run_in_threads(functions: list):
     """All at once; raises what one of them raised."""
-    start, failures = threading.Barrier(len(works)), []
+    start, failures = threading.Barrier(len(functions)), []
 
-    def begin(work):
+    def begin(function):
         try:
             start.wait()
-            work()
+            function()
         except Exception as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=begin, args=(work,)) for work in works]
+    threads = [threading.Thread(target=begin, args=(function,)) for function in functions]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -273,26 +273,26 @@ def run_in_threads(works: list):
         raise error
 
 
-def made_calls(device: str, seed: int = 0) -> list:
-    found = []
+def calls_of_all_ops(device: str, seed: int = 0) -> list:
+    calls = []
     for name in NAMES:
         try:
-            found.append(make_call(name, device, seed=seed))
+            calls.append(make_call(name, device, seed=seed))
         except pytest.skip.Exception:
             continue
-    return found
+    return calls
 
 
 def test_every_op_in_threads_and_streams():
     """Eight threads, each with a stream and numbers of its own, every op in turn."""
-    made = [made_calls("cuda", seed) for seed in range(8)]
-    expected = [[call() for call in calls] for calls in made]
+    calls_of_threads = [calls_of_all_ops("cuda", seed) for seed in range(8)]
+    expected = [[call() for call in calls] for calls in calls_of_threads]
     torch.cuda.synchronize()
 
     def work(i):
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(10):
-                for call, results in zip(made[i], expected[i], strict=True):
+                for call, results in zip(calls_of_threads[i], expected[i], strict=True):
                     actual = call()
                     torch.cuda.current_stream().synchronize()
                     assert equal(actual, results), (i, call.name)

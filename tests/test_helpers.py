@@ -231,12 +231,12 @@ def test_bar_of_fp32_gradients_follows_the_gates():
 def test_poison_fills_what_torch_empty_returns(device):
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         with poisoned(device):
-            made = [
+            tensors = [
                 torch.empty(1000, dtype=dtype, device=device),
                 torch.empty_strided((5, 4), (1, 5), dtype=dtype, device=device),
             ]
-            made.append(made[0].new_empty(3, 3))
-        for x in made:
+            tensors.append(tensors[0].new_empty(3, 3))
+        for x in tensors:
             assert x.isnan().all()
     with poisoned(device):
         assert (torch.empty(9, dtype=torch.int32, device=device) != 0).all()

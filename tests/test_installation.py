@@ -56,23 +56,25 @@ def test_the_stub_is_the_module():
         }
         fields = [f"    {field}: Final[{type.strip()}]" for field, type in types.items()]
         names = ast.unparse(ast.parse(f"__match_args__ = {record.__match_args__}")) if types else "..."
-        made = []
+        constructor = []
         if record.__init__.__doc__.startswith("__init__("):
             text_of_init = ast.unparse(declaration(record.__init__)).replace(f"self: {name}", "self")
-            made = ["", *(f"    {line}" for line in text_of_init.splitlines())]
+            constructor = ["", *(f"    {line}" for line in text_of_init.splitlines())]
         head = f"class {name}({', '.join(bases)}):" if bases else f"class {name}:"
-        assert text == "\n".join([head, *fields, f"    {names}", *made])
+        assert text == "\n".join([head, *fields, f"    {names}", *constructor])
     assert LIBRARY.with_name("py.typed").exists()
 
 
 def test_records_print_and_compare_their_fields():
     shape = {"B": 1, "T": 512, "N": 1, "H_k": 2, "H_v": 8}
-    found = _C.forward_dispatch(**shape)
-    assert found == _C.forward_dispatch(**shape) != _C.forward_dispatch(**shape | {"T": 1024})
-    assert found != _C.build_info()
-    assert eval(repr(found), {"ForwardDispatch": dict}) == {name: getattr(found, name) for name in found.__match_args__}
+    dispatch = _C.forward_dispatch(**shape)
+    assert dispatch == _C.forward_dispatch(**shape) != _C.forward_dispatch(**shape | {"T": 1024})
+    assert dispatch != _C.build_info()
+    assert eval(repr(dispatch), {"ForwardDispatch": dict}) == {
+        name: getattr(dispatch, name) for name in dispatch.__match_args__
+    }
     with pytest.raises(AttributeError):
-        found.value_tile = 64
+        dispatch.value_tile = 64
 
 
 def test_arguments_have_types():

@@ -134,8 +134,8 @@ def test_prefill(device, mode, dtype):
     check_o(o, expected.o, before, case.scale)
     rounding = torch.finfo(dtype).eps
     h = expected.h[0, [1, 4, 5, 6]]  # chunks: 2 of the first sequence, 1 of the second, 4 of the third
-    for state, wanted in ((pool[slots.long()], expected.final_state), (kept, h)):
-        assert row_errors(state, wanted, (-1,)) < 4 * BARS[FP16] + rounding
+    for state, exact in ((pool[slots.long()], expected.final_state), (kept, h)):
+        assert row_errors(state, exact, (-1,)) < 4 * BARS[FP16] + rounding
 
 
 @pytest.mark.parametrize("segments", (-1, 1, 2))
@@ -145,9 +145,9 @@ def test_maps(device, segments):
     inputs = with_rows_of_all_sizes(case, device)
     expected = reference_of(inputs)
     with forward_mode(segment_chunks=segments):
-        given = inputs | {"output_final_state": True, "map_sequences": [0]}
-        maps, workspace, o = by_name(BEGIN[0], given)
-        final_state = by_name(FINISH[0], given | {"workspace": workspace, "o": o})
+        arguments = inputs | {"output_final_state": True, "map_sequences": [0]}
+        maps, workspace, o = by_name(BEGIN[0], arguments)
+        final_state = by_name(FINISH[0], arguments | {"workspace": workspace, "o": o})
     check_o(o, expected.o, inputs["initial_state"], case.scale)
     check_state(final_state, expected.final_state)
     check_state(maps[:, :, : case.V], expected.final_state)

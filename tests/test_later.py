@@ -35,7 +35,7 @@ def package(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def found(package):
+def reported(package):
     """The modules that a function which waits for the package's first one was called with."""
     modules = []
     when_imported(f"{package}.first", modules.append, "nothing")
@@ -76,31 +76,31 @@ def execute(spec):
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-def test_a_search_changes_nothing(search, package, found):
+def test_a_search_changes_nothing(search, package, reported):
     """Also one that executes the module in another namespace."""
     importlib.import_module(package)
     for _ in range(2):
         SEARCHES[search](f"{package}.first")
-    assert not found
+    assert not reported
     module = importlib.import_module(f"{package}.first")
-    assert found == [module]
+    assert reported == [module]
     assert type(module.__loader__).__name__ == type(module.__spec__.loader).__name__ == "SourceFileLoader"
 
 
-def test_an_import_that_fails_first(package, found, tmp_path):
+def test_an_import_that_fails_first(package, reported, tmp_path):
     path = tmp_path / package / "first.py"
     path.write_text("raise ImportError('not yet')")
     with pytest.raises(ImportError, match="not yet"):
         importlib.import_module(f"{package}.first")
-    assert not found
+    assert not reported
     path.write_text(SOURCE + "# other\n")
-    assert found == [importlib.import_module(f"{package}.first")]
+    assert reported == [importlib.import_module(f"{package}.first")]
 
 
-def test_a_module_that_replaces_itself(package, found, tmp_path):
+def test_a_module_that_replaces_itself(package, reported, tmp_path):
     (tmp_path / package / "first.py").write_text("import sys; sys.modules[__name__] = sys")
     importlib.import_module(f"{package}.first")
-    assert found == [sys]
+    assert reported == [sys]
 
 
 class Asking:
@@ -111,11 +111,11 @@ class Asking:
         return next(filter(None, (x.find_spec(name, path, target) for x in others)), None)
 
 
-@pytest.mark.parametrize("place", (0, 1))
-def test_beside_another_finder(place, package, found, monkeypatch):
+@pytest.mark.parametrize("position", (0, 1))
+def test_beside_another_finder(position, package, reported, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    sys.meta_path.insert(place, Asking())
-    assert found == [importlib.import_module(f"{package}.first")]
+    sys.meta_path.insert(position, Asking())
+    assert reported == [importlib.import_module(f"{package}.first")]
 
 
 class Failing:
@@ -129,22 +129,22 @@ class Failing:
             raise self.errors.pop()
 
 
-def test_after_a_search_that_failed(package, found, monkeypatch):
+def test_after_a_search_that_failed(package, reported, monkeypatch):
     importlib.import_module(package)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     sys.meta_path.insert(sys.meta_path.index(_FINDER) + 1, Failing())
     with pytest.raises(OSError, match="no such disk"):
         importlib.import_module(f"{package}.first")
-    assert found == [importlib.import_module(f"{package}.first")]
+    assert reported == [importlib.import_module(f"{package}.first")]
 
 
-def test_threads(package, found):
+def test_threads(package, reported):
     threads = [threading.Thread(target=importlib.import_module, args=(f"{package}.first",)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 1
+    assert len(reported) == 1
 
 
 def test_an_error_becomes_a_warning(package):

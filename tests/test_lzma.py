@@ -89,8 +89,8 @@ def test_a_zero_follows_each_code(tmp_path):
     codes = [tmp_path / f"{size}.ptx" for size in (15, 16, 17, 32)]
     for code in codes:
         code.write_bytes(b"x" * int(code.stem))
-    found = archive.write(tmp_path / "found.lzma", codes)
+    record = archive.write(tmp_path / "found.lzma", codes)
     contents = archive.unpack((tmp_path / "found.lzma").read_bytes())
     for code in codes:
-        at = found.offsets[code.name]
-        assert at % archive.ALIGNMENT == 0 and contents[at + int(code.stem)] == 0
+        offset = record.offsets[code.name]
+        assert offset % archive.ALIGNMENT == 0 and contents[offset + int(code.stem)] == 0

@@ -27,10 +27,10 @@ from flash_qla import _C
 LENGTHS = ((4096,) * 8, (28672, 4096), (16384, *[2048] * 8), (300, 20, 5000, 0, 64))
 HEADS = ((2, 8), (8, 24), (16, 16), (16, 32), (16, 64))
 # Right for the longest sequence, too short, too long and very long
-NUMBERS = (3000, 64, 3500, 10**12)
+MAX_SEQLENS = (3000, 64, 3500, 10**12)
 CASES = tuple(
-    Case(lengths=(100, 3000, 0, 65, 640), H_k=H_k, H_v=H_v, gate="logsigmoid", padding=10, max_seqlen=number)
-    for (H_k, H_v), number in itertools.product(((1, 2), (8, 32)), NUMBERS)
+    Case(lengths=(100, 3000, 0, 65, 640), H_k=H_k, H_v=H_v, gate="logsigmoid", padding=10, max_seqlen=max_seqlen)
+    for (H_k, H_v), max_seqlen in itertools.product(((1, 2), (8, 32)), MAX_SEQLENS)
 )
 # The functions are attributes of the package, under the names of some of its modules
 functions = importlib.import_module("flash_qla.gated_delta_rule")
@@ -51,24 +51,24 @@ def test_a_call_is_launched_for_it():
     arguments = make_arguments(case, "cuda")
     gpu = _C.gpus()[torch.cuda.current_device()]
     card = {name: getattr(gpu, name) for name in ("sm_count", "sm_mhz", "memory_gb_s")}
-    found = {}
-    for number in (320, None):
-        shape = {"B": 1, "T": 512, "N": 4, "H_k": 1, "H_v": 2, "max_seqlen": number or 0, **card}
+    outputs = {}
+    for max_seqlen in (320, None):
+        shape = {"B": 1, "T": 512, "N": 4, "H_k": 1, "H_v": 2, "max_seqlen": max_seqlen or 0, **card}
         forward, backward = _C.forward_dispatch(**shape), _C.backward_dispatch(**shape)
         mode = {"value_tile": forward.value_tile, "segment_chunks": forward.segment_chunks, "fused": forward.fused}
         with forward_mode(**mode), backward_mode(backward.segment_chunks, backward.cut_above):
             expected = outputs_of(arguments)
-        found[number] = outputs_of(arguments | {"max_seqlen": number})
-        assert equal(found[number], expected), number
-    assert not any(torch.equal(x, found[320][name]) for name, x in found[None].items())
+        outputs[max_seqlen] = outputs_of(arguments | {"max_seqlen": max_seqlen})
+        assert equal(outputs[max_seqlen], expected), max_seqlen
+    assert not any(torch.equal(x, outputs[320][name]) for name, x in outputs[None].items())
 
 
 def outputs_of(arguments: dict) -> dict:
     """o of the op, and a gradient of its backward."""
     inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
     o, _ = flash_qla.chunk_gated_delta_rule(**inputs)
-    given = arguments | {"g": None, "A": None, "g_raw": arguments["g"]}
-    return {"o": o, "dk": flash_qla.chunk_gated_delta_rule_bwd(**given)[1]}
+    backward_arguments = arguments | {"g": None, "A": None, "g_raw": arguments["g"]}
+    return {"o": o, "dk": flash_qla.chunk_gated_delta_rule_bwd(**backward_arguments)[1]}
 
 
 def choices(H_k: int, H_v: int, lengths: tuple[int, ...], max_seqlen: int) -> list[tuple]:
@@ -76,7 +76,7 @@ def choices(H_k: int, H_v: int, lengths: tuple[int, ...], max_seqlen: int) -> li
     shape = (1, sum(lengths), len(lengths), H_k, H_v)
     forward = _C.forward_dispatch(*shape, max_seqlen=max_seqlen)
     backward = _C.backward_dispatch(*shape, max_seqlen=max_seqlen)
-    return [(found.segment_chunks, found.cut_above) for found in (forward, backward)]
+    return [(dispatch.segment_chunks, dispatch.cut_above) for dispatch in (forward, backward)]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -108,28 +108,28 @@ def test_one_long_sequence_is_cut_and_short_ones_are_not():
 
 
 @pytest.fixture
-def given(monkeypatch):
+def passed_max_seqlens(monkeypatch):
     """The last argument of each op that chunk_gated_delta_rule calls; None if it leaves it out."""
-    seen = []
+    max_seqlens = []
     original = functions.autograd.call
 
     def recorded(op, *args):
         names = [x.name for x in op.default._schema.arguments]
-        seen.append(dict(zip(names, args, strict=False)).get("max_seqlen"))
+        max_seqlens.append(dict(zip(names, args, strict=False)).get("max_seqlen"))
         return original(op, *args)
 
     monkeypatch.setattr(functions.autograd, "call", recorded)
-    return seen
+    return max_seqlens
 
 
-def test_offsets_on_the_cpu_give_it(given):
+def test_offsets_on_the_cpu_give_it(passed_max_seqlens):
     inputs = make_inputs(Case(lengths=(5, 70, 0), H_k=1, H_v=2, K=16, V=8), "cpu")
     offsets = inputs["cu_seqlens"]
     flash_qla.chunk_gated_delta_rule(**inputs)
     for cu_seqlens_cpu in (offsets, None, offsets.tolist(), offsets[:1], offsets.expand(2, -1), offsets.to("meta")):
         flash_qla.chunk_gated_delta_rule(**inputs, cu_seqlens_cpu=cu_seqlens_cpu)
     flash_qla.chunk_gated_delta_rule(**inputs, cu_seqlens_cpu=offsets, max_seqlen=71)
-    assert given == [None, 70, None, None, None, None, None, 71]
+    assert passed_max_seqlens == [None, 70, None, None, None, None, None, 71]
 
 
 @torch.no_grad()

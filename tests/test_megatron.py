@@ -125,8 +125,8 @@ def test_layer_without_fla(modules):
     layer.gated_delta_rule = naive
     expected = run_layer(layer, x, do)
     for deterministic in (True, False):
-        found = run_layer(Layer(modules, deterministic), x, do)
-        assert all(relative_error(y, z.double()) < 1e-5 for y, z in zip(found, expected, strict=True))
+        actual = run_layer(Layer(modules, deterministic), x, do)
+        assert all(relative_error(y, z.double()) < 1e-5 for y, z in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("has_fla", [False], indirect=True, ids=["without FLA"])
@@ -136,13 +136,13 @@ def test_packed_layer_without_fla(modules):
     generator = torch.Generator().manual_seed(1)
     x, do = (torch.randn(1, 100, *shape, generator=generator) for shape in ((HIDDEN,), (H_V, V)))
     packed = Layer(modules, deterministic=False)
-    found = run_layer(packed, x, do, CU_SEQLENS)
+    actual = run_layer(packed, x, do, CU_SEQLENS)
     alone = Layer(modules, deterministic=True)
     alone.gated_delta_rule = naive
     pieces = [run_layer(alone, x[:, first:last], do[:, first:last]) for first, last in ((0, 70), (70, 71), (71, 100))]
     o = torch.cat([piece[0] for piece in pieces], 1)
     expected = [o, *(sum(parts) for parts in zip(*(piece[1:] for piece in pieces), strict=True))]
-    assert all(relative_error(y, z.double()) < 1e-5 for y, z in zip(found, expected, strict=True))
+    assert all(relative_error(y, z.double()) < 1e-5 for y, z in zip(actual, expected, strict=True))
 
 
 def test_l2norm():
@@ -181,7 +181,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_other_releases(change, modules):
     """Nothing changes, and the message names the function, what came, and Megatron's release."""
-    module, name, value, came = CHANGES[change]
+    module, name, value, message = CHANGES[change]
     if value is ...:
         delattr(getattr(modules, module), name)
     else:
@@ -189,7 +189,7 @@ def test_other_releases(change, modules):
     before = names_of(modules)
     with pytest.raises(RuntimeError, match=rf"{PACKAGE}.{module}.{name} is .*Megatron-core 0.19.2") as error:
         megatron.use_flash_qla()
-    assert came in str(error.value)
+    assert message in str(error.value)
     assert names_of(modules) == before
 
 
@@ -266,9 +266,9 @@ def run_megatron(layer, x, packed) -> dict:
     return {"y": y, **dict(zip(names, torch.autograd.grad(y.float().square().sum(), parameters), strict=True))}
 
 
-def errors(found: dict, exact: dict) -> tuple[float, float]:
+def errors(actual: dict, exact: dict) -> tuple[float, float]:
     """The relative error of y, and the root mean square of those of the gradients."""
-    y, *gradients = (relative_error(found[name], x.double()) for name, x in exact.items())
+    y, *gradients = (relative_error(actual[name], x.double()) for name, x in exact.items())
     return y, torch.tensor(gradients).square().mean().sqrt().item()
 
 
@@ -294,14 +294,14 @@ def test_layer_of_megatron(kind, device, megatron_core):
     shape = (100, 1, HIDDEN) if kind == "packed" else (70, 2, HIDDEN)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     packed = packing(device) if kind == "packed" else None
-    found, again = run_megatron(layer, x, packed), run_megatron(layer, x, packed)
+    actual, again = run_megatron(layer, x, packed), run_megatron(layer, x, packed)
     if kind == "deterministic":  # the gradients of other parameters pass through torch's convolution
-        assert all(torch.equal(found[name], again[name]) for name in ("y", "A_log", "dt_bias"))
+        assert all(torch.equal(actual[name], again[name]) for name in ("y", "A_log", "dt_bias"))
     layer.gated_delta_rule = lambda q, *args, **kwargs: (naive(q, *args, **kwargs)[0].to(q.dtype), None)
     naively = run_megatron(layer, x, packed)
     if device == "cpu":
-        assert all(relative_error(found[name], x.double()) < 1e-5 for name, x in naively.items())
+        assert all(relative_error(actual[name], x.double()) < 1e-5 for name, x in naively.items())
         return
     exact = run_megatron(layer.float(), x.float(), packed)
-    for ours, theirs in zip(errors(found, exact), errors(naively, exact), strict=True):
+    for ours, theirs in zip(errors(actual, exact), errors(naively, exact), strict=True):
         assert ours < LAYER_RATIO * theirs

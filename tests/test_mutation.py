@@ -33,18 +33,18 @@ def arguments_of(name: str, device: str) -> dict:
     """The arguments of an op, perhaps finish, by the names of its schema."""
     first = next(x for x in NAMES if name in (x, *later_ops(x)))
     call = make_call(first, device)
-    known = fresh(call)
+    values = fresh(call)
     if name != first:
-        results = op_of(first)(**{x.name: known[x.name] for x in op_of(first)._schema.arguments if x.name in known})
-        known |= {x.name: y for x, y in zip(op_of(first)._schema.returns, results, strict=True)}
+        results = op_of(first)(**{x.name: values[x.name] for x in op_of(first)._schema.arguments if x.name in values})
+        values |= {x.name: y for x, y in zip(op_of(first)._schema.returns, results, strict=True)}
     if "out" in WRITES[name]:
         results = call()
-        known["out"] = torch.empty_like(results["y" if "y" in results else "o"])
+        values["out"] = torch.empty_like(results["y" if "y" in results else "o"])
     if "h" in WRITES[name]:
-        heads_and_keys = known["state_pool"].shape[1:]
-        chunks = (known["q"].shape[1] + 63 * len(known["state_indices"])) // 64
-        known["h"] = known["q"].new_empty(1, chunks, *heads_and_keys)
-    return {x.name: known[x.name] for x in op_of(name)._schema.arguments if x.name in known}
+        heads_and_keys = values["state_pool"].shape[1:]
+        chunks = (values["q"].shape[1] + 63 * len(values["state_indices"])) // 64
+        values["h"] = values["q"].new_empty(1, chunks, *heads_and_keys)
+    return {x.name: values[x.name] for x in op_of(name)._schema.arguments if x.name in values}
 
 
 def test_which_ops_write():
@@ -201,9 +201,9 @@ def test_autocast(device, name, compiled):
     op = torch.compile(op_of(name), backend="aot_eager", fullgraph=True) if compiled else op_of(name)
     with torch.no_grad():
         expected = op_of(name)(**arguments | copies(name, arguments))
-        given = arguments | copies(name, arguments)
+        copied = arguments | copies(name, arguments)
         with torch.autocast(device, torch.bfloat16):
-            actual = op(**given | {x: arguments[x].float() for x in tokens})
+            actual = op(**copied | {x: arguments[x].float() for x in tokens})
     assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)
 
 
@@ -211,14 +211,14 @@ def test_autocast(device, name, compiled):
 def test_autocast_of_the_low_level_functions(device, dtype):
     """The backward takes the inputs of the forward, and what it gave."""
     inputs = make_inputs(Case(T=70, H_k=1, H_v=2, K=64, V=64), device)
-    given = inputs | {x: inputs[x].to(dtype) for x in ("q", "k", "v")}
+    converted = inputs | {x: inputs[x].to(dtype) for x in ("q", "k", "v")}
     do = torch.randn(inputs["v"].shape).to(device)
-    found = []
-    for tensors, cast in ((inputs, contextlib.nullcontext()), (given, torch.autocast(device, torch.bfloat16))):
+    gradients = []
+    for tensors, cast in ((inputs, contextlib.nullcontext()), (converted, torch.autocast(device, torch.bfloat16))):
         with torch.no_grad(), cast:
             g, A, *_ = flash_qla.chunk_gated_delta_rule_fwd(**tensors)
-            found.append(flash_qla.chunk_gated_delta_rule_bwd(**tensors | {"g": g}, A=A, do=do))
-    for x, y in zip(*found, strict=True):
+            gradients.append(flash_qla.chunk_gated_delta_rule_bwd(**tensors | {"g": g}, A=A, do=do))
+    for x, y in zip(*gradients, strict=True):
         assert torch.equal(x, y) and x.dtype == y.dtype
 
 

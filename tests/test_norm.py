@@ -223,8 +223,8 @@ def test_the_norm_of_transformers():
 
     expected = expected_of(case, tensors)
     for name, ours, other in zip(NAMES, run(case, tensors).values(), run(case, tensors, theirs).values(), strict=True):
-        wanted = expected[name]
-        ours, other = ((x.double() - wanted).norm() / wanted.norm() for x in (ours, other))
+        exact = expected[name]
+        ours, other = ((x.double() - exact).norm() / exact.norm() for x in (ours, other))
         assert ours <= 1.02 * other and other < 0.02, name
 
 
@@ -308,7 +308,7 @@ def wrong(device: str) -> dict:
     """Arguments, and what the error says."""
     tensors = make(Case(), device)
     o, z, weight, dy = tensors.values()
-    found = {
+    changes = {
         "z has dtype float32, expected bfloat16, the dtype of o": {"z": z.float()},
         "o has dtype int64, expected bfloat16, float16, float32 or float64": {"o": o.long()},
         r"z has shape \[2, 7, 3, 64\], expected \[2, 7, 3, 128\] \(\[.., V\], like o\)": {"z": z[..., :64]},
@@ -324,12 +324,12 @@ def wrong(device: str) -> dict:
         r"o has shape \[\], expected": {"o": o[0, 0, 0, 0]},
     }
     if device == "cuda":
-        found |= {
+        changes |= {
             "o has dtype float64, expected bfloat16, float16 or float32 on a GPU": {"o": o.double(), "z": z.double()},
             "o has 520 channels, expected at most 512 on a GPU": make(Case((2, 520)), device),
             "weight is on cpu, expected cuda:0, the device of o": {"weight": weight.cpu()},
         }
-    return {text: tensors | changed for text, changed in found.items()}
+    return {text: tensors | change for text, change in changes.items()}
 
 
 @pytest.mark.usefixtures("errors_change_nothing")

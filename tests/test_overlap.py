@@ -77,23 +77,23 @@ def test_any_strides():
         shape = [generator.randint(1, 4), 1, generator.randint(1, 3), generator.randint(1, 4)]
         strides = [[generator.choice((0, 1, 2, 3, 5, 8, 12, 20)) for _ in shape] for _ in range(2)]
         v, out = (memory.as_strided(shape, x, generator.randrange(40)) for x in strides)
-        places = addresses(out)
+        addresses_of_out = addresses(out)
         expected = "own"
-        if {*places} & {*addresses(v)}:
+        if {*addresses_of_out} & {*addresses(v)}:
             expected = "v"
-        if len({*places}) < len(places):
+        if len({*addresses_of_out}) < len(addresses_of_out):
             expected = "itself"
         counts[expected] += 1
         q, gates = torch.randn(shape[0], 1, 1, 8), torch.randn(shape[0], 1, shape[2])
         pool = torch.zeros(shape[0], shape[2], shape[3], 8)
-        found = "own"
+        actual = "own"
         try:
             flash_qla.decode_gated_delta_rule(q, q, v, gates, gates.sigmoid(), None, None, pool, out=out)
         except RuntimeError as error:
-            found = (
+            actual = (
                 "v" if "shares memory with v" in str(error) else "itself" if "do not overlap" in str(error) else error
             )
-        assert found == expected, (shape, v.stride(), v.storage_offset(), out.stride(), out.storage_offset())
+        assert actual == expected, (shape, v.stride(), v.storage_offset(), out.stride(), out.storage_offset())
     assert min(counts.values()) > 100, counts
 
 
@@ -121,7 +121,7 @@ def of_several(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((x, x)).unbind(0)[1]
 
 
-def made_without_gradients(x: torch.Tensor) -> torch.Tensor:
+def view_of_no_grad(x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return x.clone()[:]
 
@@ -133,7 +133,7 @@ def view_of_inference(x: torch.Tensor) -> torch.Tensor:
 
 REFUSED = {
     "several": (of_several, "one of several"),
-    "no_grad": (made_without_gradients, "made in no_grad mode"),
+    "no_grad": (view_of_no_grad, "made in no_grad mode"),
     "inference": (view_of_inference, "an inference tensor"),
     "leaf": (lambda x: x.clone().requires_grad_(), "leaf"),
 }

@@ -44,10 +44,10 @@ def results(function, arguments: dict, do, dht) -> dict:
     return {"o": o.detach(), "final_state": state.detach()} | {name: x.grad for name, x in leaves.items()}
 
 
-def assert_same(found: dict, expected: dict, inputs: dict):
+def assert_same(actual: dict, expected: dict, inputs: dict):
     """The same bits. The gradients of q, k and v are parts of that of mixed_qkv."""
-    parts = split_gradient(found.pop("mixed_qkv"), inputs)
-    assert equal(found | {name: parts[GRADIENT_OF[name]] for name in SPLIT}, expected)
+    parts = split_gradient(actual.pop("mixed_qkv"), inputs)
+    assert equal(actual | {name: parts[GRADIENT_OF[name]] for name in SPLIT}, expected)
 
 
 @CASES
@@ -57,9 +57,9 @@ def test_the_same_bits(device, case, wider):
     inputs, gradients = make_inputs(case, device), make_gradients(case, device)
     do, dht = gradients["do"], gradients.get("dht")
     expected = results(flash_qla.chunk_gated_delta_rule, inputs, do, dht)
-    found = results(flash_qla.chunk_gated_delta_rule_packed, packed(inputs, wider), do, dht)
-    assert found["mixed_qkv"].is_contiguous()
-    assert_same(found, expected, inputs)
+    actual = results(flash_qla.chunk_gated_delta_rule_packed, packed(inputs, wider), do, dht)
+    assert actual["mixed_qkv"].is_contiguous()
+    assert_same(actual, expected, inputs)
 
 
 def test_autograd_in_python(device):
@@ -76,17 +76,17 @@ def test_gradients_of_the_state_alone(device):
     inputs = packed(make_inputs(SMALL, device))
     inputs["mixed_qkv"].requires_grad_()
     o, state = flash_qla.chunk_gated_delta_rule_packed(**inputs, output_final_state=True)
-    (found,) = torch.autograd.grad(state.sum(), inputs["mixed_qkv"], retain_graph=True)
+    (actual,) = torch.autograd.grad(state.sum(), inputs["mixed_qkv"], retain_graph=True)
     (expected,) = torch.autograd.grad((o, state), inputs["mixed_qkv"], (torch.zeros_like(o), torch.ones_like(state)))
-    assert torch.equal(found, expected) and found.any()
+    assert torch.equal(actual, expected) and actual.any()
 
 
 def test_autocast(device):
     inputs = make_inputs(SMALL, device)
     expected = flash_qla.chunk_gated_delta_rule_packed(**packed(inputs))[0]
     with torch.autocast(device, dtype=torch.bfloat16):
-        found = flash_qla.chunk_gated_delta_rule_packed(**packed(inputs | {x: inputs[x].float() for x in SPLIT}))[0]
-    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+        actual = flash_qla.chunk_gated_delta_rule_packed(**packed(inputs | {x: inputs[x].float() for x in SPLIT}))[0]
+    assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)
 
 
 @pytest.mark.usefixtures("errors_change_nothing")
@@ -125,8 +125,8 @@ def test_fake_gradient_of_channels_before_tokens(device):
     arguments = packed(make_inputs(SMALL, device)) | make_gradients(SMALL, device)
     arguments["mixed_qkv"] = arguments["mixed_qkv"].mT.contiguous().mT
     op = torch.ops.flash_qla.chunk_gated_delta_rule_packed_bwd
-    found, fake = op(**arguments)[0], op(**on_meta(arguments))[0]
-    assert found.is_contiguous() and (found.shape, found.stride()) == (fake.shape, fake.stride())
+    real, fake = op(**arguments)[0], op(**on_meta(arguments))[0]
+    assert real.is_contiguous() and (real.shape, real.stride()) == (fake.shape, fake.stride())
 
 
 def test_slices_of_a_layer():
@@ -138,8 +138,8 @@ def test_slices_of_a_layer():
     mixed = packed(inputs)["mixed_qkv"]
     for tokens_first in (True, False):
         leaf = (mixed if tokens_first else mixed.mT.contiguous()).detach().requires_grad_()
-        made = leaf * 1  # as a convolution makes it
-        parts = (made if tokens_first else made.transpose(1, 2)).split(sizes, -1)
+        convolved = leaf * 1  # as a convolution makes it
+        parts = (convolved if tokens_first else convolved.transpose(1, 2)).split(sizes, -1)
         query, key, value = (x.reshape(*x.shape[:2], -1, inputs[y].shape[3]) for x, y in zip(parts, SPLIT, strict=True))
         whole = transformers._mixed_qkv_of(query, key, value)
         assert whole.shape == mixed.shape and torch.equal(whole, mixed)
@@ -158,5 +158,5 @@ def test_slices_of_a_layer():
         assert ran.ops == ["chunk_gated_delta_rule"]
         o.backward(gradients["do"])
         expected = results(flash_qla.chunk_gated_delta_rule_packed, packed(inputs), gradients["do"], None)
-        found = leaf.grad if tokens_first else leaf.grad.mT
-        assert torch.equal(found, expected["mixed_qkv"])
+        actual = leaf.grad if tokens_first else leaf.grad.mT
+        assert torch.equal(actual, expected["mixed_qkv"])

@@ -54,18 +54,18 @@ def test_contents_are_right(device):
 def test_every_pair_is_there(op, of_device):
     """But for those that other options exclude."""
     values = options.options(op, of_device)
-    found = {
+    covered = {
         tuple(sorted(pair))
         for row in options.rows(op, of_device)
-        for pair in itertools.combinations(places(values, row), 2)
+        for pair in itertools.combinations(indices_of(values, row), 2)
     }
     missing = [
         pair
         for pair in options.pairs(values)
-        if options.possible(op, of_device, pair) and tuple(sorted(places(values, pair))) not in found
+        if options.possible(op, of_device, pair) and tuple(sorted(indices_of(values, pair))) not in covered
     ]
     assert not missing or (op == "decode_packed" and {"flat", "padding"} == {x for pair in missing for x in pair})
 
 
-def places(values: dict, row: dict) -> list[tuple[str, int]]:
+def indices_of(values: dict, row: dict) -> list[tuple[str, int]]:
     return [(name, values[name].index(value)) for name, value in row.items()]

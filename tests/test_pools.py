@@ -52,14 +52,14 @@ def test_strides_of_dimensions_of_size_1(device, name):
         expected = {x: arguments[x].clone() for x in STATES if x in arguments}
         o = run(name, arguments | expected)
         for dimension in (0, -3):
-            given = {x: arguments[x].clone() for x in expected}
-            for x, pool in given.items():
+            pools = {x: arguments[x].clone() for x in expected}
+            for x, pool in pools.items():
                 if pool.shape[dimension] == 1:
                     strides = list(pool.stride())
                     strides[dimension] = 13
-                    given[x] = pool.as_strided(pool.shape, strides)
-            assert torch.equal(run(name, arguments | given), o)
-            assert all(torch.equal(x, expected[states]) for states, x in given.items())
+                    pools[x] = pool.as_strided(pool.shape, strides)
+            assert torch.equal(run(name, arguments | pools), o)
+            assert all(torch.equal(x, expected[states]) for states, x in pools.items())
     case = Case(lengths=(3,), H_k=1, H_v=1, K=8, V=8, state_v_first=True)
     arguments = test_prefill.make_arguments(case, device=device)
     small = torch.zeros(1, 8, 8, 8, device=device).transpose(0, 1)  # [8, 1, 8, 8]
@@ -124,20 +124,20 @@ def say(megabytes, op, *arguments):
 
 def out_of_memory(body: str) -> list[str]:
     output = run_python(MEMORY.format(body=body), FLASH_QLA_QUIET="1", MALLOC_ARENA_MAX="1")
-    said = [line[2:] for line in output.splitlines() if line.startswith("> ")]
-    for text in said:
-        assert text.startswith("CPU out of memory. ") and "(flash_qla" in text, text
-        assert not any(word in text for word in ("parallel_for", "bad_alloc", ".cpp", ".h:"))
-    return said
+    messages = [line[2:] for line in output.splitlines() if line.startswith("> ")]
+    for message in messages:
+        assert message.startswith("CPU out of memory. ") and "(flash_qla" in message, message
+        assert not any(word in message for word in ("parallel_for", "bad_alloc", ".cpp", ".h:"))
+    return messages
 
 
 def test_no_memory_for_the_states_of_many_tokens():
     """200 GB, in a thread: a sentence, and not the name of a function of PyTorch's."""
-    (said,) = out_of_memory("""
+    (message,) = out_of_memory("""
 q, v, g, pool = few(1, 512), few(1, 512), few(1), torch.zeros(1, 1, 512, 512)
 say(1 << 12, ops.decode_gated_delta_rule, q, q, v, g, g, g[0, 0], None, pool, torch.zeros(1, dtype=torch.int64))
 """)
-    assert "flash_qla::decode_gated_delta_rule" in said
+    assert "flash_qla::decode_gated_delta_rule" in message
 
 
 def test_no_memory_for_the_passes():

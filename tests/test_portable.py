@@ -96,13 +96,13 @@ def test_values_in_two_parts():
 def test_kernels_and_splits_have_bits_of_their_own():
     """So no mode is an alias of another."""
     inputs = make_inputs(Case(T=200, H_k=1, H_v=1, gate="tiny"), "cuda")
-    found = [run_forwards(inputs)["o"]]
+    outputs = [run_forwards(inputs)["o"]]
     with forced_dispatch(forward={"segment_chunks": 1}):
-        found.append(run_forwards(inputs)["o"])
+        outputs.append(run_forwards(inputs)["o"])
         if torch.cuda.get_device_capability() == (9, 0):
             with forced_dispatch(kernels="device"):
-                found.append(run_forwards(inputs)["o"])
-    assert not any(torch.equal(x, y) for x, y in itertools.combinations(found, 2))
+                outputs.append(run_forwards(inputs)["o"])
+    assert not any(torch.equal(x, y) for x, y in itertools.combinations(outputs, 2))
 
 
 def test_the_choice_of_kernels():

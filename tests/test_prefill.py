@@ -194,20 +194,20 @@ def check_checkpoints(device: str, sizes: dict, every: int, pool_dtype: torch.dt
     slots = arguments["state_indices"].tolist()
     # A checkpoint ends a chunk: this gives shorter prefills the same chunks, and keeps nothing.
     chunks = {"checkpoint_every": every} if every % 64 else {}
-    nothing = torch.zeros(7, 0, dtype=torch.int32, device=device)
+    no_slots = torch.zeros(7, 0, dtype=torch.int32, device=device)
     expected = []  # (sequence, how many before it, state)
     for n, length in enumerate(case.lengths):
         for j in range(length // every):
             pool = copied(before)
             short = {name: rows(arguments, arguments[name], n)[:, : (j + 1) * every] for name in of_tokens}
             changed = {"cu_seqlens": None, "state_pool": pool, "state_indices": arguments["state_indices"][n : n + 1]}
-            kept = chunks | ({"checkpoint_indices": nothing[:1]} if chunks else {})
-            prefill_gated_delta_rule(**arguments | short | changed | kept)
+            checkpointing = chunks | ({"checkpoint_indices": no_slots[:1]} if chunks else {})
+            prefill_gated_delta_rule(**arguments | short | changed | checkpointing)
             expected.append((n, j, pool[slots[n]]))
     finals = by_hand(arguments)[1]
     if chunks:
         pool = copied(before)
-        prefill_gated_delta_rule(**arguments | {"state_pool": pool}, **chunks, checkpoint_indices=nothing)
+        prefill_gated_delta_rule(**arguments | {"state_pool": pool}, **chunks, checkpoint_indices=no_slots)
         finals = {slot: pool[slot] for slot in finals}
 
     kept = torch.full((len(expected) + 2, *before.shape[1:]), 7.0, dtype=pool_dtype, device=device)
@@ -351,12 +351,12 @@ def test_a_checkpoint_in_the_first_slot(device, mode):
     arguments = make_arguments(case, device=device)
     before, written = copied(arguments["state_pool"]), {"state_indices": torch.tensor([3, 8], device=device)}
     first = {"initial_state_indices": torch.tensor([5, 6], device=device)}
-    kept = {"checkpoint_every": 128, "checkpoint_indices": torch.tensor([[5, 2], [-1, -1]], device=device)}
-    elsewhere = kept | {"checkpoint_indices": torch.tensor([[1, 2], [-1, -1]], device=device)}
+    checkpointing = {"checkpoint_every": 128, "checkpoint_indices": torch.tensor([[5, 2], [-1, -1]], device=device)}
+    elsewhere = checkpointing | {"checkpoint_indices": torch.tensor([[1, 2], [-1, -1]], device=device)}
     with in_mode(device, mode):
         expected = arguments | written | first | elsewhere | {"state_pool": copied(before)}
         o = prefill_gated_delta_rule(**expected)
-        assert torch.equal(prefill_gated_delta_rule(**arguments | written | first | kept), o)
+        assert torch.equal(prefill_gated_delta_rule(**arguments | written | first | checkpointing), o)
     states = {slot: expected["state_pool"][slot] for slot in (3, 8, 2)}
     check_pool(arguments["state_pool"], before, states | {5: expected["state_pool"][1]})
 
@@ -403,8 +403,8 @@ def test_compile(name):
             assert torch.equal(arguments[written], others[written])
 
 
-def indices(*numbers, dtype=torch.int32) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=dtype)
+def indices(*values, dtype=torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
 
 
 POOL = torch.zeros(4, 4, 24, 16)

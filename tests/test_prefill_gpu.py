@@ -125,7 +125,7 @@ def test_misaligned_slots():
 
 @pytest.mark.hopper
 @pytest.mark.parametrize(
-    ("asked", "every"),
+    ("options", "every"),
     [
         ({}, 0),
         ({"batch_invariant": True}, 0),
@@ -135,24 +135,24 @@ def test_misaligned_slots():
     ],
     ids=str,
 )
-def test_kernels_are_those_reported(asked, every):
-    """forward_dispatch, asked with the options of a prefill, says whether the fused kernel runs."""
+def test_kernels_are_those_reported(options, every):
+    """forward_dispatch, called with the options of a prefill, says whether the fused kernel runs."""
     arguments = make_arguments(
-        Case(lengths=(512,) * 8, H_k=16, H_v=32, dtype=BF16), E5M2 if "float8" in asked else FP32, device="cuda"
+        Case(lengths=(512,) * 8, H_k=16, H_v=32, dtype=BF16), E5M2 if "float8" in options else FP32, device="cuda"
     )
-    arguments["batch_invariant"] = "batch_invariant" in asked
+    arguments["batch_invariant"] = "batch_invariant" in options
     if every:
         kept = arguments["state_pool"].new_empty(8 * (512 // every), *arguments["state_pool"].shape[1:])
         arguments |= {"checkpoint_every": every, "checkpoints": kept}
     gpu = _C.gpus()[torch.cuda.current_device()]
     card = {name: getattr(gpu, name) for name in ("sm_count", "sm_mhz", "memory_gb_s")}
-    found = _C.forward_dispatch(1, 4096, 8, 16, 32, **asked, **card)
-    assert found.fused == (asked in ({}, {"checkpoint_every": 64}))
+    dispatch = _C.forward_dispatch(1, 4096, 8, 16, 32, **options, **card)
+    assert dispatch.fused == (options in ({}, {"checkpoint_every": 64}))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         prefill_gated_delta_rule(**arguments)
         torch.cuda.synchronize()
     launched = {event.name for event in profile.events()} & {kernel.name for kernel in _C.kernels()}
-    assert launched and any(name.startswith("fused_forward") for name in launched) == found.fused, launched
+    assert launched and any(name.startswith("fused_forward") for name in launched) == dispatch.fused, launched
 
 
 @pytest.mark.parametrize("fused", (0, 1))

@@ -52,11 +52,11 @@ def test_low_level_by_position(case, device):
     gradients = make_gradients(case, device)
     h0, offsets, v_first = options["initial_state"], options["cu_seqlens"], case.state_v_first
     native = flash_qla.chunk_gated_delta_rule_intermediates(*tensors, **options, output_h=True)
-    found = flash_qla.chunk_gated_delta_rule_fwd(
+    outputs = flash_qla.chunk_gated_delta_rule_fwd(
         *tensors, None, h0, offsets, True, True, True, v_first, True, None, True
     )
-    *results, cp_cache = found
-    assert len(found) == 6 and cp_cache is None
+    *results, cp_cache = outputs
+    assert len(outputs) == 6 and cp_cache is None
     assert all(torch.equal(x, y) for x, y in zip(results, native, strict=True))
 
     q, k, v, _, beta = tensors
@@ -99,18 +99,18 @@ def test_context_of_one_card(enable_intra, device):
     )
     assert context.is_intra == enable_intra and not context.is_inter and context.num_seqs == 3
     expected = flash_qla.chunk_gated_delta_rule(*tensors, **options, cu_seqlens=offsets, auto_cp=enable_intra)
-    found = flash_qla.chunk_gated_delta_rule(*tensors, **options, cp_context=context, force_intra_cp=True)
-    assert torch.equal(found[0], expected[0])
+    actual = flash_qla.chunk_gated_delta_rule(*tensors, **options, cp_context=context, force_intra_cp=True)
+    assert torch.equal(actual[0], expected[0])
     *results, cp_cache = flash_qla.chunk_gated_delta_rule_fwd(*tensors, **options, cp_context=context)
     assert cp_cache is None
     assert_near("o", results[2], expected[0], rtol=0, atol=0)
     q, k, v, _, beta = tensors
     calls = [{"cp_context": context.copy_for_backward()}, {"cu_seqlens": offsets}]
-    found, expected = (
+    actual, expected = (
         flash_qla.chunk_gated_delta_rule_bwd(q, k, v, results[0], beta, results[1], results[2], **options, **call)
         for call in calls
     )
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("enable_intra", (False, True))
@@ -168,9 +168,9 @@ CALLS = {
 def test_calls_of_programs(program, device):
     """Their keywords, on packed sequences."""
     tensors, options = inputs_of(Case(lengths=(70, 0, 3)), device)
-    given = {"g": tensors[3], "beta": tensors[4], "initial_state": options["initial_state"]}
-    given |= {"cu_seqlens": options["cu_seqlens"], "scale": None} | CALLS[program]
-    o, final_state = flash_qla.chunk_gated_delta_rule(q=tensors[0], k=tensors[1], v=tensors[2], **given)
+    arguments = {"g": tensors[3], "beta": tensors[4], "initial_state": options["initial_state"]}
+    arguments |= {"cu_seqlens": options["cu_seqlens"], "scale": None} | CALLS[program]
+    o, final_state = flash_qla.chunk_gated_delta_rule(q=tensors[0], k=tensors[1], v=tensors[2], **arguments)
     expected = torch.ops.flash_qla.chunk_gated_delta_rule(
         *tensors, None, options["initial_state"], CALLS[program]["output_final_state"], True, options["cu_seqlens"]
     )

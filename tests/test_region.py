@@ -123,9 +123,9 @@ def step(function, arguments: dict, gradients: tuple) -> dict[str, torch.Tensor]
     """Results, and the gradients of all tensors."""
     leaves = {x: arguments[x].detach().requires_grad_() for x in GRADIENTS if arguments.get(x) is not None}
     results = function(**arguments | leaves)
-    found = torch.autograd.grad(results, list(leaves.values()), gradients)
+    leaf_gradients = torch.autograd.grad(results, list(leaves.values()), gradients)
     return dict(zip(("y", "final_state", "final_window"), results, strict=True)) | {
-        f"d{x}": dx for x, dx in zip(leaves, found, strict=True)
+        f"d{x}": dx for x, dx in zip(leaves, leaf_gradients, strict=True)
     }
 
 
@@ -141,8 +141,8 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_formula(case):
     arguments, gradients = make(dataclasses.replace(case, dtype=FP64), "cpu")
-    found, expected = (step(x, arguments, gradients) for x in (flash_qla.gated_delta_net, formula))
-    for name, x in found.items():
+    actual, expected = (step(x, arguments, gradients) for x in (flash_qla.gated_delta_net, formula))
+    for name, x in actual.items():
         y, total = expected[name], sum(case.lengths or ())
         if case.padding and name in ("y", "dmixed", "dz", "da", "db"):  # there y is zeros, and so are its gradients
             assert not x[:, total:].any()
@@ -153,9 +153,9 @@ def test_formula(case):
 def check_bits_of_the_parts(case: Case, device: str, seed: int = 0) -> None:
     arguments, gradients = make(case, device, seed)
     with poisoned(device):
-        found, expected = (step(x, arguments, gradients) for x in (flash_qla.gated_delta_net, parts))
+        actual, expected = (step(x, arguments, gradients) for x in (flash_qla.gated_delta_net, parts))
     for name, x in expected.items():
-        assert torch.equal(found[name], x) and found[name].dtype == x.dtype, name
+        assert torch.equal(actual[name], x) and actual[name].dtype == x.dtype, name
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
@@ -171,22 +171,22 @@ def test_slices_and_one_dimension_of_heads(device):
     mixed, z = arguments["mixed"], arguments["z"].flatten(-2)
     slices = torch.cat([mixed, z], -1).split([mixed.shape[-1], z.shape[-1]], -1)
     moved = {"mixed": slices[0], "z": slices[1], "conv_weight": arguments["conv_weight"][:, None]}
-    expected, found = flash_qla.gated_delta_net(**arguments), flash_qla.gated_delta_net(**arguments | moved)
-    assert found[0].shape == z.shape and torch.equal(found[0], expected[0].flatten(-2))
-    assert all(map(torch.equal, found[1:], expected[1:]))
+    expected, actual = flash_qla.gated_delta_net(**arguments), flash_qla.gated_delta_net(**arguments | moved)
+    assert actual[0].shape == z.shape and torch.equal(actual[0], expected[0].flatten(-2))
+    assert all(map(torch.equal, actual[1:], expected[1:]))
 
 
 def test_pieces():
     """A sequence in pieces of 1, 2 and more tokens, each from the state and the window of the one before."""
     arguments, _ = make(Case(lengths=None, B=2, T=80, dtype=FP64), "cpu")
     expected = flash_qla.gated_delta_net(**arguments)
-    begin, found, states = 0, [], {x: arguments[x] for x in ("initial_state", "initial_window")}
+    begin, outputs, states = 0, [], {x: arguments[x] for x in ("initial_state", "initial_window")}
     for length in (1, 2, 64, 13):
         piece = {x: arguments[x][:, begin : begin + length] for x in ("mixed", "z", "a", "b")}
         y, *last = flash_qla.gated_delta_net(**arguments | piece | states)
         begin, states = begin + length, dict(zip(states, last, strict=True))
-        found.append(y)
-    torch.testing.assert_close(torch.cat(found, 1), expected[0], rtol=1e-10, atol=1e-10)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), expected[0], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(states["initial_state"], expected[1], rtol=1e-10, atol=1e-10)
     assert torch.equal(states["initial_window"], expected[2])
 
@@ -213,8 +213,8 @@ def test_compiled(device):
     """In one graph, with gradients: the bits of an eager call."""
     arguments, gradients = make(Case(lengths=None), device)
     compiled = torch.compile(flash_qla.gated_delta_net, fullgraph=True, backend="aot_eager")
-    found, expected = (step(x, arguments, gradients) for x in (compiled, flash_qla.gated_delta_net))
-    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    actual, expected = (step(x, arguments, gradients) for x in (compiled, flash_qla.gated_delta_net))
+    assert all(torch.equal(actual[name], x) for name, x in expected.items())
 
 
 def test_func_grad():

@@ -70,19 +70,19 @@ def make(case: Case, device: str, seed: int = 0) -> dict:
     counts = [length // case.every if case.every else 0 for length in lengths]
     total = null + 1 + N + sum(counts) + 4
     slots = r.sample(range(null + 1, total), N + sum(counts) + 2)
-    own, others, unused = slots[:N], slots[N:-2], slots[-2:]
+    own_slots, checkpoint_slots, unused_slots = slots[:N], slots[N:-2], slots[-2:]
     real = [case.slots != "some" or r.random() < 0.7 for _ in lengths]
-    indices = [slot if is_real else null - r.choice((0, 2)) for slot, is_real in zip(own, real, strict=True)]
-    known = [not case.new_requests or r.random() < 0.6 for _ in lengths]
-    first = [r.choice([*unused, null, own[n]]) if case.other_slots else own[n] for n in range(N)]
+    indices = [slot if is_real else null - r.choice((0, 2)) for slot, is_real in zip(own_slots, real, strict=True)]
+    has_state = [not case.new_requests or r.random() < 0.6 for _ in lengths]
+    first = [r.choice([*unused_slots, null, own_slots[n]]) if case.other_slots else own_slots[n] for n in range(N)]
     if case.slots == "shared":
-        taken = [own[n] for n in range(N) if lengths[n]]
-        for n in (n for n in range(N) if not lengths[n] and taken):
-            own[n] = indices[n] = r.choice(taken)
-            first[n], known[n] = (unused[0] if case.other_slots else own[n]), True
+        occupied = [own_slots[n] for n in range(N) if lengths[n]]
+        for n in (n for n in range(N) if not lengths[n] and occupied):
+            own_slots[n] = indices[n] = r.choice(occupied)
+            first[n], has_state[n] = (unused_slots[0] if case.other_slots else own_slots[n]), True
 
-    def table(numbers) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=case.index_dtype, device=device)
+    def table(values) -> torch.Tensor:
+        return torch.tensor(values, dtype=case.index_dtype, device=device)
 
     def randn(*shape, dtype) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=FP64).to(device, dtype)
@@ -91,7 +91,7 @@ def make(case: Case, device: str, seed: int = 0) -> dict:
     window, window_dtype = (D, region.columns or region.W - 1), case.window_dtype or region.dtype
     states = randn(total, *state, dtype=FP32).to(case.pool_dtype)
     windows = randn(total, *window, dtype=window_dtype)
-    read = {slot for slot, is_known, is_real in zip(first, known, real, strict=True) if is_known and is_real}
+    read = {slot for slot, may_read, is_real in zip(first, has_state, real, strict=True) if may_read and is_real}
     for x in (states, windows):
         x[[slot for slot in range(total) if slot not in read]] = torch.nan
     arguments["state_pool"], arguments["window_pool"] = memory_of(case, states, windows)
@@ -99,7 +99,7 @@ def make(case: Case, device: str, seed: int = 0) -> dict:
     if case.other_slots:
         arguments["initial_state_indices"] = table(first)
     if case.new_requests:
-        arguments["has_initial_state"] = torch.tensor(known, dtype=torch.bool, device=device)
+        arguments["has_initial_state"] = torch.tensor(has_state, dtype=torch.bool, device=device)
     if case.every:
         arguments["checkpoint_every"] = case.every
         if case.kept == "rows":
@@ -107,7 +107,7 @@ def make(case: Case, device: str, seed: int = 0) -> dict:
             arguments["window_checkpoints"] = randn(sum(counts), *window, dtype=window_dtype)
         else:
             columns = max(counts, default=0) - (1 if case.kept == "few" else 0)
-            rows = [[others.pop() for _ in range(count)] for count in counts]
+            rows = [[checkpoint_slots.pop() for _ in range(count)] for count in counts]
             rows = [[*row, *[null] * max(columns, 0)][: max(columns, 0)] for row in rows]
             arguments["checkpoint_indices"] = table(rows).reshape(N, max(columns, 0))
     if case.slices:
@@ -232,8 +232,8 @@ def test_a_gather_and_a_scatter(case):
     arguments = make(case, "cpu")
     slots = arguments["state_indices"].tolist()
     first = arguments.get("initial_state_indices", arguments["state_indices"]).tolist()
-    known = arguments["has_initial_state"].tolist() if case.new_requests else [True] * len(slots)
-    starts = [slot >= 0 and f >= 0 and k for slot, f, k in zip(slots, first, known, strict=True)]
+    has_state = arguments["has_initial_state"].tolist() if case.new_requests else [True] * len(slots)
+    starts = [slot >= 0 and f >= 0 and k for slot, f, k in zip(slots, first, has_state, strict=True)]
     before = {x: arguments[x].clone() for x in ("state_pool", "window_pool")}
 
     def gathered(pool):
@@ -261,9 +261,9 @@ def test_a_gather_and_a_scatter(case):
 
 def piece(arguments: dict, parts: list[tuple[int, int]]) -> dict:
     """These tokens of each of two packed sequences."""
-    found = {x: torch.cat([arguments[x][:, b:e] for b, e in parts], 1) for x in ("mixed", "z", "a", "b")}
+    tokens = {x: torch.cat([arguments[x][:, b:e] for b, e in parts], 1) for x in ("mixed", "z", "a", "b")}
     offsets = [0, *itertools.accumulate(e - b for b, e in parts)]
-    return arguments | found | {"cu_seqlens": torch.tensor(offsets, device=arguments["mixed"].device)}
+    return arguments | tokens | {"cu_seqlens": torch.tensor(offsets, device=arguments["mixed"].device)}
 
 
 def test_pieces(device):
@@ -290,13 +290,13 @@ def test_from_a_checkpoint(device, every, kept):
     arguments = make(case, device)
     expected = flash_qla.prefill_gated_delta_net(**arguments)
     done, last = 100 // every * every or every, {x: arguments[x].clone() for x in ("state_pool", "window_pool")}
-    place = done // every - 1
+    index = done // every - 1
     if kept == "slots":
-        first = {"initial_state_indices": arguments["checkpoint_indices"][:, place]}
+        first = {"initial_state_indices": arguments["checkpoint_indices"][:, index]}
     else:
         slot, first = arguments["state_indices"], {}
         for pool, rows in (("state_pool", "checkpoints"), ("window_pool", "window_checkpoints")):
-            arguments[pool][slot] = arguments[rows][place]
+            arguments[pool][slot] = arguments[rows][index]
     tokens = {x: arguments[x][:, done:] for x in ("mixed", "z", "a", "b")}
     tokens["cu_seqlens"] = torch.tensor([0, 200 - done], device=device)
     elsewhere = {"checkpoint_indices": arguments["checkpoint_indices"][:, :0]} if kept == "slots" else {}
@@ -312,7 +312,7 @@ def test_from_a_checkpoint(device, every, kept):
 def wrong_arguments(arguments: dict) -> dict[str, dict]:
     """Text -> changes."""
     pool, windows, z, table = (arguments[x] for x in ("state_pool", "window_pool", "z", "state_indices"))
-    kept = {"checkpoint_every": 64, "checkpoints": pool.clone(), "window_checkpoints": windows.clone()}
+    checkpointing = {"checkpoint_every": 64, "checkpoints": pool.clone(), "window_checkpoints": windows.clone()}
     n, slots, D = len(table), len(windows), windows.shape[1]
     return {
         f"window_pool has shape [{slots}, {D}, 2], expected [{slots}, {D}, 3 or 4]": {"window_pool": windows[..., 1:]},
@@ -324,12 +324,12 @@ def wrong_arguments(arguments: dict) -> dict[str, dict]:
         f"state_indices has 1 rows, expected {n}": {"state_indices": table[:1]},
         f"initial_state_indices has 1 rows, expected {n}": {"initial_state_indices": table[:1]},
         "has_initial_state has dtype int32, expected bool": {"has_initial_state": table},
-        "checkpoint_every is 64 with 0 of checkpoint_indices and window_checkpoints": kept
+        "checkpoint_every is 64 with 0 of checkpoint_indices and window_checkpoints": checkpointing
         | {"window_checkpoints": None},
-        "checkpoint_every is 64 with 0 of checkpoint_indices and checkpoints": kept | {"checkpoints": None},
-        "checkpoint_every is -1, expected at least 0": kept | {"checkpoint_every": -1},
-        "checkpoint_indices or window_checkpoints is a tensor": kept | {"checkpoint_every": 0},
-        f"window_checkpoints has shape [{slots}, {D}, 2], expected [{slots}, {D}, 3]": kept
+        "checkpoint_every is 64 with 0 of checkpoint_indices and checkpoints": checkpointing | {"checkpoints": None},
+        "checkpoint_every is -1, expected at least 0": checkpointing | {"checkpoint_every": -1},
+        "checkpoint_indices or window_checkpoints is a tensor": checkpointing | {"checkpoint_every": 0},
+        f"window_checkpoints has shape [{slots}, {D}, 2], expected [{slots}, {D}, 3]": checkpointing
         | {"window_checkpoints": windows[..., 1:].clone()},
         "out has shape": {"out": torch.empty_like(z[..., 1:])},
         "out has dtype float32, expected bfloat16, the dtype of z": {"out": z.float()},

@@ -75,14 +75,14 @@ ON_THE_CPU = (
 def test_as_if_cut(device, case):
     """Every output and gradient, against the recurrence of the sequences cut at the resets, which never sees one."""
     inputs, pieces, gradients = with_resets(case, device)
-    wanted = reference_of(pieces)
-    expected = expected_outputs(inputs) | {"o": wanted.o, "final_state": wanted.final_state[-1:]}
+    exact = reference_of(pieces)
+    expected = expected_outputs(inputs) | {"o": exact.o, "final_state": exact.final_state[-1:]}
     check_outputs(case, inputs, expected, str(case))
 
     dht = gradients["dht"]
     dht_of_pieces = torch.cat([dht.new_zeros(len(RESETS), *dht.shape[1:]), dht])
-    wanted = reference_gradients(pieces, gradients["do"], dht_of_pieces)
-    check_gradients(case, inputs, gradients, dataclasses.replace(wanted, dh0=wanted.dh0[:1]))
+    exact = reference_gradients(pieces, gradients["do"], dht_of_pieces)
+    check_gradients(case, inputs, gradients, dataclasses.replace(exact, dh0=exact.dh0[:1]))
     assert not run_autograd(inputs, **gradients)["dg"][:, list(RESETS)].any()
 
 
@@ -160,10 +160,10 @@ def test_decoding_at_the_edge(device, state_dtype):
         A_log=A_log,
         use_beta_sigmoid_in_kernel=True,
     )
-    for actual, wanted in ((o, expected.o), (pool, expected.final_state)):
+    for actual, exact in ((o, expected.o), (pool, expected.final_state)):
         assert actual.isfinite().all()
-        errors = (actual.double().cpu() - wanted.cpu()).flatten(1).norm(dim=1)
-        assert (errors <= 4e-3 * wanted.cpu().flatten(1).norm(dim=1) + 1e-36).all()
+        errors = (actual.double().cpu() - exact.cpu()).flatten(1).norm(dim=1)
+        assert (errors <= 4e-3 * exact.cpu().flatten(1).norm(dim=1) + 1e-36).all()
     forgotten = (a.flatten() > 1000) & (torch.arange(N, device=device) % 2 == 0)
     assert forgotten.any() and not pool[forgotten].any()
 

@@ -70,7 +70,7 @@ def test_signatures(op):
 @pytest.mark.parametrize("op", OPS)
 def test_functions_pass_their_arguments_on(op, monkeypatch):
     """Each in its own place."""
-    given = {x.name: getattr(sentinel, x.name) for x in parameters_of(op)}
+    arguments = {x.name: getattr(sentinel, x.name) for x in parameters_of(op)}
     results = tuple(getattr(sentinel, x.name) for x in schema_of(op).returns)
     calls = []
 
@@ -79,8 +79,8 @@ def test_functions_pass_their_arguments_on(op, monkeypatch):
         return results
 
     monkeypatch.setattr(torch.ops, "flash_qla", SimpleNamespace(**{op: record}))
-    assert function_of(op)(**given) == given.get("out", results)
-    assert calls == [tuple(given.values())]
+    assert function_of(op)(**arguments) == arguments.get("out", results)
+    assert calls == [tuple(arguments.values())]
 
 
 def documented(function: str) -> set[str]:
@@ -90,9 +90,9 @@ def documented(function: str) -> set[str]:
     before_results = text.partition("\n    Returns\n")[0]
     entries = set(re.findall(r"^    (\w+) : ", before_results, re.MULTILINE))
     for other, names in re.findall(r"As in (\w+): ([\w,\s]+)\.", before_results):
-        left = set(re.split(r",\s+", names))
-        assert left <= documented(other) and not left & entries, function
-        entries |= left
+        inherited = set(re.split(r",\s+", names))
+        assert inherited <= documented(other) and not inherited & entries, function
+        entries |= inherited
     for other in re.findall(r"other arguments are those of\s+(\w+)\.", before_results):
         entries |= documented(other)
     return entries

@@ -25,11 +25,11 @@ def test_build():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("options", "passed", "said"),
+    ("options", "passed", "is_reported"),
     (([], 1, True), (["-m", "long"], 2, False), (["-k", "quick or build"], 2, False), (["test_checks.py"], 3, False)),
     ids=str,
 )
-def test_what_runs(tmp_path, options, passed, said):
+def test_what_runs(tmp_path, options, passed, is_reported):
     (tmp_path / "test_checks.py").write_text(CHECKS)
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = test_checks.py\nmarkers =\n  long:\n  build:\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
@@ -42,4 +42,4 @@ def test_what_runs(tmp_path, options, passed, said):
         text=True,
     )
     assert f" {passed} passed" in result.stdout, result.stdout
-    assert ("left out: the tests marked long" in result.stdout) == said, result.stdout
+    assert ("left out: the tests marked long" in result.stdout) == is_reported, result.stdout

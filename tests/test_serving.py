@@ -53,8 +53,8 @@ def test_final_state_is_the_usual_one_rounded(device, case):
         with poisoned(device):
             actual = final_states(inputs, state_dtype=dtype)
         for name, x in actual.items():
-            wanted = expected[name].to(dtype) if name.endswith("state") else expected[name]
-            assert x.dtype == wanted.dtype and x.is_contiguous() and torch.equal(x, wanted), (name, dtype)
+            rounded = expected[name].to(dtype) if name.endswith("state") else expected[name]
+            assert x.dtype == rounded.dtype and x.is_contiguous() and torch.equal(x, rounded), (name, dtype)
 
 
 def test_passing_the_state_through_keeps_its_bits(device):
@@ -66,13 +66,13 @@ def test_passing_the_state_through_keeps_its_bits(device):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("asked", (False, True))
-def test_real_fake_and_meta_states_are_alike(device, op, asked):
+@pytest.mark.parametrize("requested", (False, True))
+def test_real_fake_and_meta_states_are_alike(device, op, requested):
     inputs = make_inputs(Case(lengths=(65, 0, 3)), device)
     for dtype in (None, BF16, FP64):
-        options = {**inputs, "output_final_state": asked, "state_dtype": dtype}
+        options = {**inputs, "output_final_state": requested, "state_dtype": dtype}
         real = getattr(ops, op)(**options)[-1]
-        assert real.shape == (inputs["initial_state"].shape if asked else (0,))
+        assert real.shape == (inputs["initial_state"].shape if requested else (0,))
         assert real.dtype == dtype or (dtype is None and real.dtype == FP32)
         with FakeTensorMode() as mode:
             fake = getattr(ops, op)(
@@ -170,19 +170,19 @@ def test_autocast_leaves_the_state_dtype_alone(device):
 def gpu_memory_left(size: int):
     """No more than so many bytes beside what is taken, and what PyTorch's cache cannot give back is taken as well."""
     torch.cuda.empty_cache()
-    taken = take_cuda_blocks(free_cuda_blocks())
+    blocks = take_cuda_blocks(free_cuda_blocks())
     total, share = torch.cuda.mem_get_info()[1], torch.cuda.get_per_process_memory_fraction()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)
     try:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(share)
-        del taken
+        del blocks
 
 
-def refused_allocation(run, left: int) -> str | None:
+def refused_allocation(run, size: int) -> str | None:
     """The dtype of what a call could not allocate; None if it could."""
-    with gpu_memory_left(left):
+    with gpu_memory_left(size):
         try:
             run()
         except RuntimeError as error:

@@ -153,8 +153,8 @@ UPDATES = {
 
 def update_arguments(inputs: dict, **options) -> dict:
     """The arguments as SGLang's layers pass them."""
-    found = {"initial_state_source": inputs["state_pool"], "softplus_beta": 1.0, "softplus_threshold": 20.0}
-    return engines.update_inputs(inputs) | found | {"is_kda": False, **options}
+    sglang_arguments = {"initial_state_source": inputs["state_pool"], "softplus_beta": 1.0, "softplus_threshold": 20.0}
+    return engines.update_inputs(inputs) | sglang_arguments | {"is_kda": False, **options}
 
 
 def update_call(name: str, dtype: torch.dtype, state_dtype: torch.dtype, padding: int) -> tuple[dict, dict]:
@@ -337,8 +337,8 @@ def check_chunk(function, name, arguments, expected):
     before, inplace_update = pool.clone(), arguments.get("inplace_update", True)
     o, nothing, h = function(**arguments)
     assert nothing is None and o.dtype == h.dtype == BF16
-    for found, wanted in zip((o, h), without_slots(name, expected.o, expected.h), strict=True):
-        assert relative_error(found, wanted) < BARS[BF16] if wanted.any() else not found.any()
+    for actual, exact in zip((o, h), without_slots(name, expected.o, expected.h), strict=True):
+        assert relative_error(actual, exact) < BARS[BF16] if exact.any() else not actual.any()
     written = {slot: n for n, slot in enumerate(slots) if slot >= 0} if inplace_update else {}
     for slot, state in enumerate(pool):
         if slot in written:
@@ -447,10 +447,10 @@ def packed_step() -> tuple[dict, dict]:
     slots = [5, 0, 7]
     inputs, arguments = engines.packed_call(slots, FP32, FP32)
     names = {"ssm_states": "initial_state", "cache_indices": "ssm_state_indices"}
-    found = arguments | {name: arguments[x] for name, x in names.items()}
+    namespace = arguments | {name: arguments[x] for name, x in names.items()}
     caches = replay_call(slots, FP32, FP32, True, 4)
-    found |= {f"replayssm_{x}": caches[f"{x}_cache"] for x in ("d", "k", "g")}
-    return inputs, found | {
+    namespace |= {f"replayssm_{x}": caches[f"{x}_cache"] for x in ("d", "k", "g")}
+    return inputs, namespace | {
         "replayssm_write_pos": caches["write_pos"],
         "replayssm_force_flush": torch.ones_like(caches["write_pos"]),
     }
@@ -502,8 +502,8 @@ def check_convolution(function, device: str, call: str) -> None:
         "seq_lens_cpu": [5, 0, 70, 3, 1],
     }
     positional, keywords = eval(call.replace("causal_conv1d_fn(", "bound("), {"bound": lambda *x, **y: (x, y)}, names)
-    given = dict(zip(("x", "weight", "bias"), positional, strict=True)) | keywords
-    engines.check_convolution(function, device, arguments, -1, given)
+    passed_arguments = dict(zip(("x", "weight", "bias"), positional, strict=True)) | keywords
+    engines.check_convolution(function, device, arguments, -1, passed_arguments)
 
 
 @pytest.mark.gpu

@@ -112,15 +112,15 @@ def engine(monkeypatch):
 
     def set_backend(backend, is_new: bool = True, drafts: int = 0) -> SimpleNamespace:
         """The batch of a step of decoding."""
-        found = SimpleNamespace(linear_attn_backend=backend)
+        attention_backend = SimpleNamespace(linear_attn_backend=backend)
         batch = SimpleNamespace(forward_mode=mode("verify" if drafts else "decode"))
         batch.spec_info = SimpleNamespace(draft_token_num=drafts) if drafts else None
         modules[BACKEND].GDNAttnBackend = type(backend)
         if is_new:
-            modules[ATTENTION].get_attn_backend = lambda: found
+            modules[ATTENTION].get_attn_backend = lambda: attention_backend
             batch.logical_forward_mode = batch.forward_mode
         else:
-            batch.attn_backend = found
+            batch.attn_backend = attention_backend
         return batch
 
     sglang.restore()
@@ -167,7 +167,7 @@ def test_decode(case, device, engine, on_hopper):
         assert torch.equal(x["state_pool"][slot], states[slot])
     ((*arguments, layer_id),) = backend.tracked
     passed_on = (batch, x["window_pool"], x["state_pool"], x["state_indices"])
-    assert all(found is y for found, y in zip(arguments, passed_on, strict=True)) and layer_id == 3
+    assert all(x is y for x, y in zip(arguments, passed_on, strict=True)) and layer_id == 3
 
 
 DRAFTS = {"T": 3, "indices": (4, -1, 6), "kept_rows": (0, 1, 2), "steps": 3, "update_state": False, "options": OPTIONS}
@@ -422,7 +422,7 @@ def test_use_and_restore(engine, monkeypatch, caplog):
     before = [x.forward for x in classes]
     for _ in range(2):
         sglang.use_flash_qla()
-        assert all(x.forward is not own for x, own in zip(classes, before, strict=True))
+        assert all(x.forward is not original for x, original in zip(classes, before, strict=True))
     sglang.restore()
     assert [x.forward for x in classes] == before
     monkeypatch.setattr(classes[0], "forward", lambda self, hidden_states, forward_batch, residual: None)
@@ -432,8 +432,10 @@ def test_use_and_restore(engine, monkeypatch, caplog):
     assert classes[0].forward is changed
     of_functions = vars(engine.modules[BACKEND])["causal_conv1d_fn"]
     assert engines.ours_of(of_functions) is sglang.causal_conv1d_fn
-    for (path, name), came in zip(engine.classes, ("has arguments (self, hidden_states,", "is not there"), strict=True):
-        assert f"sglang keeps its own layer: {path}.{name}.forward {came}" in caplog.text
+    for (path, name), difference in zip(
+        engine.classes, ("has arguments (self, hidden_states,", "is not there"), strict=True
+    ):
+        assert f"sglang keeps its own layer: {path}.{name}.forward {difference}" in caplog.text
 
 
 @pytest.mark.parametrize("is_plugin", (False, True))

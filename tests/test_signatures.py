@@ -59,15 +59,15 @@ def differences(package: str, name: str, release: dict) -> str | None:
         return None if package in ENGINES and None in replacing(package, name) else f"{of_release} has no {name}"
     expected = [x for x in text.split(", ") if x.split("=")[0] not in TABLES]
     if package in ENGINES:
-        came = replacing(package, name)
-        return None if expected in came else f"{name} has one of {came}, expected {expected}, those of {of_release}"
-    came = signatures.parameters_of((PACKAGE / OURS[package][name]).read_text(), name)
+        actual = replacing(package, name)
+        return None if expected in actual else f"{name} has one of {actual}, expected {expected}, those of {of_release}"
+    actual = signatures.parameters_of((PACKAGE / OURS[package][name]).read_text(), name)
     if package == "flash-qla" and name in EXTENDED:
-        more = came[len(expected) :]
-        came = came[: len(expected)]
+        more = actual[len(expected) :]
+        actual = actual[: len(expected)]
         if not all("=" in x or x.startswith("*") for x in more):
             return f"{name} requires more than that of {of_release}: {more}"
-    return None if came == expected else f"{name} has {came}, expected {expected}, those of {of_release}"
+    return None if actual == expected else f"{name} has {actual}, expected {expected}, those of {of_release}"
 
 
 @every_function
@@ -91,12 +91,12 @@ def test_the_layers_call_them(engine):
     """In each recorded release, in the modules and by the names that the integration replaces."""
     table = importlib.import_module(f"flash_qla.integrations.{engine}")._replacement.functions
     for release in RECORDED[engine]:
-        found = {x: y for x, y in release["signatures"].items() if x not in signatures.FUNCTIONS[engine]}
+        remaining = {x: y for x, y in release["signatures"].items() if x not in signatures.FUNCTIONS[engine]}
         for path, names in table.items():
-            of_module = found.pop(f"{path.replace('.', '/')}.py")
+            of_module = remaining.pop(f"{path.replace('.', '/')}.py")
             assert list(of_module) == list(names)
             assert all(of_module[x] or (of_module[x] is None and None in y) for x, y in names.items())
-        assert not found
+        assert not remaining
 
 
 @every_function

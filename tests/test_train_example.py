@@ -44,9 +44,9 @@ def test_both_learn_the_same(tmp_path):
     result = run(TRAIN, "--device=cpu", f"--steps={STEPS}", "--out", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     results = json.loads((tmp_path / "train.json").read_text())
-    ours, own = (results["runs"][name]["losses"] for name in ("flash_qla", "torch"))
-    assert len(ours) == len(own) == STEPS
-    assert max(abs(a - b) for a, b in zip(ours, own, strict=True)) < 1e-4
+    ours, theirs = (results["runs"][name]["losses"] for name in ("flash_qla", "torch"))
+    assert len(ours) == len(theirs) == STEPS
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
     assert ours[-1] < results["entropy"][0] < ours[0]
     assert results["failures"] == []
 

@@ -84,25 +84,25 @@ def gated_delta_nets(model):
 def calls(monkeypatch):
     """The arguments of each call of flash_qla's functions with the delta rule, by name. Those that compare a layer with
     flash_qla's, when it is switched, are not among them."""
-    made, agrees = [], _transformers_layer.agrees
+    recorded_calls, agrees = [], _transformers_layer.agrees
 
     def recorded(function):
         def run(*args, **kwargs):
-            made.append(inspect.signature(function).bind(*args, **kwargs).arguments)
+            recorded_calls.append(inspect.signature(function).bind(*args, **kwargs).arguments)
             return function(*args, **kwargs)
 
         return run
 
     def unrecorded(*args):
-        before = len(made)
-        found = agrees(*args)
-        del made[before:]
-        return found
+        before = len(recorded_calls)
+        result = agrees(*args)
+        del recorded_calls[before:]
+        return result
 
     monkeypatch.setattr(_transformers_layer, "agrees", unrecorded)
     for name in ("chunk_gated_delta_rule", "chunk_gated_delta_rule_packed", "gated_delta_net"):
         monkeypatch.setattr(flash_qla, name, recorded(getattr(flash_qla, name)))
-    return made
+    return recorded_calls
 
 
 @torch.no_grad()
@@ -141,19 +141,19 @@ def gradients(model, tokens, **arguments):
     model.train()
     model.zero_grad()
     model(tokens, labels=tokens, **arguments).loss.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert all(gradient.any() for gradient in found.values())
-    return found
+    by_name = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(gradient.any() for gradient in by_name.values())
+    return by_name
 
 
-def assert_same_gradients(ours, own):
-    for name, gradient in own.items():
+def assert_same_gradients(ours, theirs):
+    for name, gradient in theirs.items():
         assert example.relative_error(ours[name], gradient) < FP32_TOLERANCE, name
 
 
-def mean_error(found, exact):
+def mean_error(actual, exact):
     """Root mean square of the relative errors of all parameters. Those of a single one may be a few numbers."""
-    errors = [example.relative_error(found[name], gradient) for name, gradient in exact.items()]
+    errors = [example.relative_error(actual[name], gradient) for name, gradient in exact.items()]
     return torch.tensor(errors).square().mean().sqrt().item()
 
 
@@ -166,9 +166,9 @@ def test_gradients_same_as_torch(name, padding, calls):
     mask = torch.ones_like(tokens)
     mask[0, :padding] = 0
     arguments = {"attention_mask": mask} if padding else {}
-    own = gradients(model, tokens, **arguments)
+    theirs = gradients(model, tokens, **arguments)
     use_flash_qla(model)
-    assert_same_gradients(gradients(model, tokens, **arguments), own)
+    assert_same_gradients(gradients(model, tokens, **arguments), theirs)
     assert len(calls) == 1
 
 
@@ -179,13 +179,13 @@ def test_gradients_in_bf16(name, autocast, device, calls):
     model = small_model(name, device=device, dtype=torch.float32 if autocast else torch.bfloat16)
     tokens = text(130 if device == "cpu" else 2000, rows=2, device=device)
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
-        own = gradients(model, tokens)
+        theirs = gradients(model, tokens)
         with use_flash_qla(model):
             ours = gradients(model, tokens)
     assert len(calls) == 1
     exact = gradients(model.float(), tokens)
-    our_error, own_error = (mean_error(found, exact) for found in (ours, own))
-    assert our_error < BF16_RATIO * own_error, f"{our_error:.2e} from fp32, torch {own_error:.2e}"
+    our_error, their_error = (mean_error(actual, exact) for actual in (ours, theirs))
+    assert our_error < BF16_RATIO * their_error, f"{our_error:.2e} from fp32, torch {their_error:.2e}"
 
 
 def train(model, tokens, autocast, steps=5):
@@ -214,7 +214,7 @@ def test_training_and_decoding(name, device, autocast, calls):
     length = 130 if device == "cpu" else 2000
     errors = []
     for tokens in text(length, rows=2 * (TRAINING_TEXTS if autocast else 1), device=device).split(2):
-        own_losses, own_change = train(small_model(name, device=device), tokens, autocast)
+        their_losses, their_change = train(small_model(name, device=device), tokens, autocast)
         assert not calls
         model = small_model(name, device=device)
         with use_flash_qla(model):
@@ -224,10 +224,10 @@ def test_training_and_decoding(name, device, autocast, calls):
         assert our_losses[-1] < our_losses[0] - 0.2
         if autocast:
             _, exact = train(small_model(name, device=device), tokens, False)
-            errors.append([example.relative_error(change, exact) for change in (our_change, own_change)])
+            errors.append([example.relative_error(change, exact) for change in (our_change, their_change)])
         else:
-            assert our_losses == pytest.approx(own_losses, rel=FP32_TOLERANCE)
-            assert example.relative_error(our_change, own_change) < FP32_TOLERANCE
+            assert our_losses == pytest.approx(their_losses, rel=FP32_TOLERANCE)
+            assert example.relative_error(our_change, their_change) < FP32_TOLERANCE
     if autocast:
         ours, theirs = torch.tensor(errors).log().mean(dim=0).exp().tolist()
         assert ours < BF16_RATIO * theirs, f"{ours:.2e} from fp32, torch {theirs:.2e}"
@@ -261,7 +261,7 @@ def test_gradients_with_a_cache(calls):
 def test_gradients_of_a_step_after_a_cache(name):
     """A token that follows a cache runs by parts where gradients are requested, because decoding has none. The cache
     is written in place, so only what follows the delta rule has gradients, in transformers' own layer too."""
-    found = []
+    weight_gradients = []
     for switched in (False, True):
         model = small_model(name).requires_grad_(False)
         (layer,) = gated_delta_nets(model)
@@ -271,8 +271,8 @@ def test_gradients_of_a_step_after_a_cache(name):
             cache = example.cache_of(model, model(text(20)[:, :19], use_cache=True))
         weight = _transformers_layer.norm_of(layer).weight.requires_grad_()
         out = example.continued(model, cache, text(20)[:, 19:])
-        found += torch.autograd.grad(out.logits.square().sum(), weight)
-    assert example.relative_error(*found) < FP32_TOLERANCE and found[0].any()
+        weight_gradients += torch.autograd.grad(out.logits.square().sum(), weight)
+    assert example.relative_error(*weight_gradients) < FP32_TOLERANCE and weight_gradients[0].any()
 
 
 @pytest.mark.long
@@ -284,8 +284,10 @@ def test_gradients_under_torch_compile(name):
     (layer,) = gated_delta_nets(model)
     hidden = torch.randn(1, 70, layer.hidden_size)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    found = [torch.autograd.grad(run(hidden).square().sum(), list(layer.parameters())) for run in (layer, compiled)]
-    for eager, traced in zip(*found, strict=True):
+    weight_gradients = [
+        torch.autograd.grad(run(hidden).square().sum(), list(layer.parameters())) for run in (layer, compiled)
+    ]
+    for eager, traced in zip(*weight_gradients, strict=True):
         torch.testing.assert_close(traced, eager)
 
 
@@ -310,7 +312,7 @@ def test_prefill_in_two_pieces_starts_from_the_first_ones_state(name, calls):
 def test_restore_is_exact(calls):
     model = small_model()
     (layer,) = gated_delta_nets(model)
-    before, own = dict(vars(layer)), model(text(20)).logits
+    before, expected = dict(vars(layer)), model(text(20)).logits
 
     switched = use_flash_qla(model)
     assert list(switched.layers.values()) == [layer]
@@ -319,7 +321,7 @@ def test_restore_is_exact(calls):
 
     restore(model)
     assert vars(layer) == before
-    assert torch.equal(model(text(20)).logits, own)
+    assert torch.equal(model(text(20)).logits, expected)
     assert len(calls) == 1
     restore(model)  # nothing left to do
     assert vars(layer) == before
@@ -369,11 +371,11 @@ def test_autocast_of_another_dtype():
     ):
         x = torch.randn(1, 20, layer.hidden_size, dtype=dtype)
         with torch.autocast("cpu", of_autocast):
-            own = layer(x)
+            theirs = layer(x)
             with use_flash_qla(model), Ran() as ran:
                 ours = layer(x)
         assert ("gated_delta_net" in ran.ops) == is_one
-        assert ours.dtype == own.dtype and example.relative_error(ours, own) < 1e-2
+        assert ours.dtype == theirs.dtype and example.relative_error(ours, theirs) < 1e-2
 
 
 @torch.no_grad()
@@ -480,9 +482,9 @@ def test_copies_run_their_own_weights(how, switched, calls):
     model = small_model()
     (layer,) = gated_delta_nets(model)
     hidden = torch.randn(1, 20, layer.hidden_size)
-    own = with_other_weights(layer, "deepcopy")(hidden)
+    expected_of_copy = with_other_weights(layer, "deepcopy")(hidden)
     assert not calls
-    before = layer(hidden)
+    expected_of_layer = layer(hidden)
     if switched == "before":
         use_flash_qla(model)
         copied = with_other_weights(layer, how)
@@ -490,17 +492,17 @@ def test_copies_run_their_own_weights(how, switched, calls):
         copied = with_other_weights(layer, how)
         use_flash_qla(torch.nn.ModuleList([copied]))
         use_flash_qla(model)
-    for found, expected in ((copied, own), (layer, before), (copied, own)):
-        made = len(calls)
-        assert example.relative_error(found(hidden), expected) < FP32_TOLERANCE
-        assert len(calls) == made + 1
+    for module, expected in ((copied, expected_of_copy), (layer, expected_of_layer), (copied, expected_of_copy)):
+        calls_before = len(calls)
+        assert example.relative_error(module(hidden), expected) < FP32_TOLERANCE
+        assert len(calls) == calls_before + 1
     assert [type(x) for x in copied.modules()] == [type(x) for x in layer.modules()]
     restore(layer)
-    made = len(calls)
+    calls_before = len(calls)
     copied(hidden)
-    assert len(calls) == made + 1
+    assert len(calls) == calls_before + 1
     restore(copied)
-    assert example.relative_error(copied(hidden), own) < FP32_TOLERANCE and len(calls) == made + 1
+    assert example.relative_error(copied(hidden), expected_of_copy) < FP32_TOLERANCE and len(calls) == calls_before + 1
 
 
 class Mixin:
@@ -518,10 +520,10 @@ def test_copies_of_a_layer_whose_class_was_subclassed(how, calls, monkeypatch):
     expected = layer(hidden)
     layer.__class__ = sharded = type("Sharded", (Mixin, type(layer)), {"__module__": __name__})
     monkeypatch.setattr(sys.modules[__name__], "Sharded", sharded, raising=False)
-    made = len(calls)
+    calls_before = len(calls)
     copied = COPIES[how](layer)
     copied._parameters, copied._modules = layer._parameters, layer._modules  # which a replica does not have yet
-    assert type(copied) is sharded and torch.equal(copied(hidden), expected) and len(calls) == made + 1
+    assert type(copied) is sharded and torch.equal(copied(hidden), expected) and len(calls) == calls_before + 1
 
 
 @torch.no_grad()
@@ -537,9 +539,9 @@ def test_replicas_of_a_model(calls):
             replica._parameters[name] = None if x is None else torch.nn.Parameter(x.clone())
     for x in model.parameters():
         x.data.fill_(float("nan"))
-    made = len(calls)
+    calls_before = len(calls)
     assert torch.equal(replicas[model](text(20)).logits, expected)
-    assert len(calls) == made + 1
+    assert len(calls) == calls_before + 1
 
 
 FSDP = """
@@ -608,16 +610,16 @@ def test_torch_compile(calls):
     (layer,) = gated_delta_nets(model)
     compiled = torch.compile(layer, backend="eager")
     hidden = torch.randn(1, 70, layer.hidden_size)
-    own = layer(hidden)
-    torch.testing.assert_close(compiled(hidden), own)
+    theirs = layer(hidden)
+    torch.testing.assert_close(compiled(hidden), theirs)
     use_flash_qla(compiled)
     ours = layer(hidden)
-    made = len(calls)
+    calls_before = len(calls)
     torch.testing.assert_close(compiled(hidden), ours)
-    assert len(calls) == made + 1
+    assert len(calls) == calls_before + 1
     restore(compiled)
-    torch.testing.assert_close(compiled(hidden), own)
-    assert len(calls) == made + 1
+    torch.testing.assert_close(compiled(hidden), theirs)
+    assert len(calls) == calls_before + 1
 
 
 @torch.no_grad()
@@ -653,11 +655,11 @@ def test_positions_that_restart_do_not_separate_sequences(name):
     model = small_model(name)
     first, second = text(60).split([30, 30], dim=1)
     packed = {"input_ids": torch.cat([first, second], 1), "position_ids": torch.arange(30).repeat(2)[None]}
-    own = model(**packed, use_cache=False).logits
+    theirs = model(**packed, use_cache=False).logits
     with use_flash_qla(model):
         ours = model(**packed, use_cache=False).logits
-    assert example.relative_error(ours, own) < FP32_TOLERANCE
-    assert example.relative_error(own[:, 30:], model(second).logits) > 1e-2
+    assert example.relative_error(ours, theirs) < FP32_TOLERANCE
+    assert example.relative_error(theirs[:, 30:], model(second).logits) > 1e-2
 
 
 def test_keywords_that_ask_for_something_else_are_refused():

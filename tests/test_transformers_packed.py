@@ -58,18 +58,18 @@ def test_packed_training(name, seq_idx, device):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = small_model(name, device=device, dtype=dtype)
     with use_flash_qla(model):
-        found = gradients(model, [packed(device, return_seq_idx=seq_idx)])
-        found = {key: x.clone() for key, x in found.items()}
-    own = gradients(model, one_by_one(device))
+        ours = gradients(model, [packed(device, return_seq_idx=seq_idx)])
+        ours = {key: x.clone() for key, x in ours.items()}
+    theirs = gradients(model, one_by_one(device))
     if dtype == torch.float32:
-        assert max(example.relative_error(found[key], x) for key, x in own.items()) < FP32_TOLERANCE
+        assert max(example.relative_error(ours[key], x) for key, x in theirs.items()) < FP32_TOLERANCE
         return
-    own = {key: x.clone() for key, x in own.items()}
+    theirs = {key: x.clone() for key, x in theirs.items()}
     exact = gradients(model.float(), one_by_one(device))
     for keys in (["logits"], [key for key in exact if key != "logits"]):
         part = {key: exact[key] for key in keys}
-        our_error, own_error = (mean_error(x, part) for x in (found, own))
-        assert our_error < BF16_RATIO * own_error, f"{our_error:.2e} from fp32, torch {own_error:.2e}"
+        our_error, their_error = (mean_error(x, part) for x in (ours, theirs))
+        assert our_error < BF16_RATIO * their_error, f"{our_error:.2e} from fp32, torch {their_error:.2e}"
 
 
 def test_packed_sequences_do_not_continue_a_cache():
@@ -84,13 +84,13 @@ def test_other_convolutions():
     """A width that flash_qla.causal_conv1d does not have, or another activation, stays with the model's function."""
     calls = []
 
-    def own(*args, **kwargs):
+    def model_function(*args, **kwargs):
         calls.append(kwargs)
         return args[0]
 
     x = torch.randn(1, 8, 5)
     for weight, activation in ((torch.randn(8, 5), "silu"), (torch.randn(8, 4), "gelu")):
-        assert causal_conv1d(own, x, weight, None, activation=activation, seq_idx=None) is x
+        assert causal_conv1d(model_function, x, weight, None, activation=activation, seq_idx=None) is x
     assert calls == [{"activation": activation, "seq_idx": None} for activation in ("silu", "gelu")]
 
 
@@ -114,10 +114,10 @@ HOOKED = {
 class Doubled(torch.nn.Module):
     """As an adapter wraps a part."""
 
-    def __init__(self, own: torch.nn.Conv1d):
+    def __init__(self, convolution: torch.nn.Conv1d):
         super().__init__()
-        self.own, self.kernel_size = own, own.kernel_size
-        self.weight, self.bias = torch.nn.Parameter(2 * own.weight.detach()), own.bias
+        self.convolution, self.kernel_size = convolution, convolution.kernel_size
+        self.weight, self.bias = torch.nn.Parameter(2 * convolution.weight.detach()), convolution.bias
 
 
 @pytest.mark.parametrize("change", HOOKED)
@@ -133,8 +133,8 @@ def test_parts_of_another_kind(change, caplog, monkeypatch):
         with Ran() as ran, torch.no_grad():
             ours = model(tokens, use_cache=False).logits
     assert "gated_delta_net" not in ran.ops and "causal_conv1d" in ran.ops
-    own = model(tokens, use_cache=False).logits
-    assert example.relative_error(ours, own.detach()) < FP32_TOLERANCE
+    theirs = model(tokens, use_cache=False).logits
+    assert example.relative_error(ours, theirs.detach()) < FP32_TOLERANCE
     assert "by parts: its " + ("norm" if "norm" in change else "convolution") in caplog.text
 
 
@@ -148,7 +148,7 @@ def test_another_formula_of_the_layer():
     exec(source, vars(sys.modules[original.__module__]), namespace)
     layer.__class__ = type(original.__name__, (original,), {**namespace, "__module__": original.__module__})
     tokens = text(70)
-    own = model(tokens, use_cache=False).logits.detach()
+    theirs = model(tokens, use_cache=False).logits.detach()
     with use_flash_qla(model), Ran() as ran, torch.no_grad():
         ours = model(tokens, use_cache=False).logits
-    assert "gated_delta_net" not in ran.ops and example.relative_error(ours, own) < FP32_TOLERANCE
+    assert "gated_delta_net" not in ran.ops and example.relative_error(ours, theirs) < FP32_TOLERANCE

@@ -59,7 +59,7 @@ def train(model, collator, folder, **options) -> tuple[list[float], torch.Tensor
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory):
+def torch_results(tmp_path_factory):
     """Losses and change of the weights in torch, in fp32 and under bf16 autocast."""
     folder = tmp_path_factory.mktemp("own")
     return {bf16: train(small_model("qwen3_next"), padded, folder, bf16=bf16) for bf16 in (False, True)}
@@ -67,18 +67,18 @@ def own(tmp_path_factory):
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("bf16", (False, True), ids=("fp32", "bf16"))
-def test_trainer(bf16, checkpointing, own, calls, tmp_path):  # noqa: F811
+def test_trainer(bf16, checkpointing, torch_results, calls, tmp_path):  # noqa: F811
     """Losses and weights are torch's. In bf16 the weights are as near to those of fp32 as torch's."""
     model = small_model("qwen3_next")
     with use_flash_qla(model):
         losses, change = train(model, flattened, tmp_path, bf16=bf16, **CHECKPOINTING[checkpointing])
     assert len(calls) == STEPS * (2 if CHECKPOINTING[checkpointing] else 1)
     assert all(call["cu_seqlens"].numel() == len(LENGTHS) + 1 for call in calls)
-    own_losses, own_change = own[bf16]
-    assert losses == pytest.approx(own_losses, rel=LOSS_TOLERANCE if bf16 else FP32_TOLERANCE)
+    their_losses, their_change = torch_results[bf16]
+    assert losses == pytest.approx(their_losses, rel=LOSS_TOLERANCE if bf16 else FP32_TOLERANCE)
     if bf16:
-        _, exact = own[False]
-        ours, theirs = (example.relative_error(x, exact) for x in (change, own_change))
+        _, exact = torch_results[False]
+        ours, theirs = (example.relative_error(x, exact) for x in (change, their_change))
         assert ours < BF16_RATIO * theirs, f"{ours:.2e} from fp32, torch {theirs:.2e}"
     else:
-        assert example.relative_error(change, own_change) < FP32_TOLERANCE
+        assert example.relative_error(change, their_change) < FP32_TOLERANCE

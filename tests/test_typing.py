@@ -62,8 +62,8 @@ def test_overloads_are_the_function():
     expected = [ast.unparse(x) for x in function.args if x.arg != "use_gate_in_kernel"]
     assert len(overloads) == 3
     for overload in overloads:
-        found = [ast.unparse(x) for x in (*overload.args, *overload.kwonlyargs) if x.arg != "use_gate_in_kernel"]
-        assert found == expected
+        actual = [ast.unparse(x) for x in (*overload.args, *overload.kwonlyargs) if x.arg != "use_gate_in_kernel"]
+        assert actual == expected
 
 
 def test_the_program_imports():

@@ -81,7 +81,7 @@ def update_arguments(inputs: dict, **options) -> dict:
 
 def update_call(name: str, dtype: torch.dtype, state_dtype: torch.dtype, padding: int) -> tuple[dict, dict]:
     lengths, options = UPDATES[name]
-    options = {option: indices(numbers) for option, numbers in options.items()}
+    options = {option: indices(values) for option, values in options.items()}
     case = Case(lengths=lengths, padding=padding, dtype=dtype, gate_dtype=dtype, state_dtype=state_dtype, **SIZES)
     inputs = decoding.make_inputs(case)
     return inputs, update_arguments(inputs, **options)
@@ -175,14 +175,14 @@ def test_rejected_drafts(device):
     chain = {"state_indices": table[:, 0], "parents": indices([[-1, 0, 1, 2, m - 1, 4] for m in accepted])}
     expected, states = decoding.states_after_tokens(inputs | chain)
     pool = inputs["state_pool"]
-    for begin, end, found in ((0, 4, [1, 1, 1]), (4, 6, accepted)):
+    for begin, end, num_accepted in ((0, 4, [1, 1, 1]), (4, 6, accepted)):
         part = {x: inputs[x][:, begin:end].flatten(0, 1)[None] for x in ("q", "k", "v", "a", "b")}
         offsets = torch.arange(4, dtype=torch.int32) * (end - begin)
         call = engines.moved(
             update_arguments(
                 inputs | part | {"state_pool": pool, "cu_seqlens": offsets},
                 ssm_state_indices=table,
-                num_accepted_tokens=indices(found),
+                num_accepted_tokens=indices(num_accepted),
             ),
             device,
         )
@@ -287,8 +287,8 @@ def test_fi_chunk_checkpoints(device, every, state_dtype):
     assert len(states) == starts[-1] and (checkpoints[-1] == 7).all()
     assert relative_error(o, expected.o) < BARS[BF16]
     assert relative_error(final_state, expected.final_state) < BARS[BF16] and final_state.dtype == FP32
-    for state, wanted in zip(checkpoints, states, strict=False):
-        assert relative_error(state, wanted) < BARS[BF16]
+    for state, exact in zip(checkpoints, states, strict=False):
+        assert relative_error(state, exact) < BARS[BF16]
     assert torch.equal(inputs["initial_state"], before)
 
 
@@ -301,9 +301,9 @@ def test_prefill_beside(name):
     case = PrefillCase(lengths=(70, 5, 64, 300), H_k=4, H_v=8, state_v_first=True)
     inputs, _ = engines.prefill_inputs(case, "cuda")
     del inputs["scale"]
-    found, expected = (f(**inputs, output_final_state=True) for f in (getattr(vllm, name), function))
-    for x, wanted in zip(found, expected, strict=True):
-        assert x.dtype == wanted.dtype and relative_error(x, wanted.double()) < APART
+    actual, expected = (f(**inputs, output_final_state=True) for f in (getattr(vllm, name), function))
+    for x, y in zip(actual, expected, strict=True):
+        assert x.dtype == y.dtype and relative_error(x, y.double()) < APART
 
 
 # Modes
@@ -347,19 +347,19 @@ def test_checkpoints_in_the_batch_invariant_mode(device, monkeypatch):
     """Checkpoints in bf16 are the rounded states, and change no bit of the results."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     arguments = engines.moved(prefill_arguments(), device)
-    kept = torch.full_like(ONE_KEPT["state_checkpoints"], 7.0, device=device)
-    exact = torch.zeros_like(kept, dtype=FP32)
-    found = [
+    rounded = torch.full_like(ONE_KEPT["state_checkpoints"], 7.0, device=device)
+    exact = torch.zeros_like(rounded, dtype=FP32)
+    outputs = [
         vllm.fi_chunk_gated_delta_rule(**arguments, **options)
         for options in (
             {},
-            {"state_checkpoints": kept[:], "checkpoint_every_n_tokens": 64},
+            {"state_checkpoints": rounded[:], "checkpoint_every_n_tokens": 64},
             {"state_checkpoints": exact, "checkpoint_every_n_tokens": 64},
         )
     ]
-    for results in found[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(found[0], results, strict=True))
-    assert torch.equal(kept, exact.to(BF16)) and exact[0].any()
+    for results in outputs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(outputs[0], results, strict=True))
+    assert torch.equal(rounded, exact.to(BF16)) and exact[0].any()
 
 
 @pytest.mark.gpu
@@ -384,20 +384,21 @@ def test_same_bits_in_any_batch(name, monkeypatch):
 
 def step(call: str) -> tuple[dict, dict]:
     """Inputs of decoding, and the names of a layer: those of the call's sequences, and gates of more tokens."""
-    of = next(x for x in ("non_spec", "spec", "decode") if f"query_{x}" in call)
-    inputs, arguments = update_call("drafts" if of == "spec" else "plain", FP32, FP32, padding=0)
+    kind = next(x for x in ("non_spec", "spec", "decode") if f"query_{x}" in call)
+    inputs, arguments = update_call("drafts" if kind == "spec" else "plain", FP32, FP32, padding=0)
     ready = with_ready_gates(arguments)
-    N, T, sequences = arguments["cu_seqlens"].numel() - 1, inputs["q"].shape[1], "spec" if of == "spec" else "non_spec"
+    N, T = arguments["cu_seqlens"].numel() - 1, inputs["q"].shape[1]
+    sequences = "spec" if kind == "spec" else "non_spec"
     names = {"query": "q", "key": "k", "value": "v", "a": "a", "b": "b"}
-    found = {f"{name}_{of}": arguments[x] for name, x in names.items()}
-    found |= {f"g_{of}": ready["g"], f"beta_{of}": ready["beta"]}
-    found |= {name: engines.longer(arguments[name], rows=5) for name in ("a", "b")}
-    return inputs, found | {
+    namespace = {f"{name}_{kind}": arguments[x] for name, x in names.items()}
+    namespace |= {f"g_{kind}": ready["g"], f"beta_{kind}": ready["beta"]}
+    namespace |= {name: engines.longer(arguments[name], rows=5) for name in ("a", "b")}
+    return inputs, namespace | {
         "num_decode_tokens": T,
         "ssm_state": arguments["initial_state"],
         f"{sequences}_query_start_loc": engines.longer(arguments["cu_seqlens"]),
         f"{sequences}_state_indices_tensor": engines.longer(arguments["ssm_state_indices"]),
-        "num_accepted_tokens": engines.longer(arguments["num_accepted_tokens"]) if of == "spec" else None,
+        "num_accepted_tokens": engines.longer(arguments["num_accepted_tokens"]) if kind == "spec" else None,
         "attn_metadata": SimpleNamespace(num_decodes=N, num_spec_decodes=N),
         "self": SimpleNamespace(A_log=arguments["A_log"], dt_bias=arguments["dt_bias"]),
     }
@@ -421,11 +422,11 @@ def packed_step() -> tuple[dict, dict]:
 
 def prefill_step() -> tuple[object, dict]:
     inputs, expected = engines.prefill_inputs(PrefillCase(lengths=(64, 130), state_v_first=True), "cpu")
-    found = {name: inputs[name] for name in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")}
+    namespace = {name: inputs[name] for name in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")}
     names = {"query": "q", "key": "k", "value": "v", "g": "g", "beta": "beta"}
-    found |= {f"{name}_non_spec": inputs[x] for name, x in names.items()}
+    namespace |= {f"{name}_non_spec": inputs[x] for name, x in names.items()}
     states = inputs["initial_state"]
-    return expected, found | {
+    return expected, namespace | {
         "state": states,
         "output_final_state": True,
         "use_qk_l2norm_in_kernel": False,
@@ -480,8 +481,8 @@ def check_convolution(function, device: str, call: str) -> None:
     }
     passed = eval(call.replace(f"{CONVOLUTION}(", "bound("), {"bound": lambda *x, **y: (x, y)}, names)
     positional, keywords = passed
-    given = dict(zip(("x", "weight", "bias"), positional, strict=True)) | keywords
-    engines.check_convolution(function, device, arguments, 0, given)
+    passed_arguments = dict(zip(("x", "weight", "bias"), positional, strict=True)) | keywords
+    engines.check_convolution(function, device, arguments, 0, passed_arguments)
 
 
 def preparation_step(dtype=BF16) -> tuple[torch.Tensor, dict]:
@@ -517,11 +518,11 @@ def prepared(device: str, dtype=BF16) -> tuple[dict, dict]:
     _, names = preparation_step(dtype)
     conv_output, layer = names["conv_output_prefill"].to(device), names["self"]
     a, b, A_log, dt_bias = (x.to(device) for x in (names["a_prefill"], names["b_prefill"], layer.A_log, layer.dt_bias))
-    found = vllm.fused_post_conv_prep(conv_output, a, b, A_log, dt_bias, 2, 64, 64)
-    q, k, v, *_ = (x[None] for x in found[:3])
+    outputs = vllm.fused_post_conv_prep(conv_output, a, b, A_log, dt_bias, 2, 64, 64)
+    q, k, v, *_ = (x[None] for x in outputs[:3])
     inside = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "use_qk_l2norm_in_kernel"), True)
     expected = {"q": q, "k": k, "v": v, "g": a[None], "beta": b[None], "A_log": A_log, "dt_bias": dt_bias} | inside
-    return dict(zip(("q", "k", "v", "g", "beta"), (x.unsqueeze(0) for x in found), strict=True)), expected
+    return dict(zip(("q", "k", "v", "g", "beta"), (x.unsqueeze(0) for x in outputs), strict=True)), expected
 
 
 @pytest.mark.parametrize("into_memory", (False, True))
@@ -537,11 +538,11 @@ def test_prefill_of_views(name, into_memory, device):
         arguments["core_attn_out"] = torch.empty(80 * 4 * 64, dtype=BF16, device=device)
     elif into_memory:
         arguments |= {"state_checkpoints": kept, "checkpoint_every_n_tokens": 64}
-    found = getattr(vllm, name)(**tokens, **arguments)
+    actual = getattr(vllm, name)(**tokens, **arguments)
     o, final_state = flash_qla.chunk_gated_delta_rule(**expected, **shared, state_v_first=True)
     bar = 0 if device == "cpu" else 5e-3
-    assert relative_error(found[0], o.double()) <= bar
-    assert relative_error(found[1], final_state.double()) <= bar
+    assert relative_error(actual[0], o.double()) <= bar
+    assert relative_error(actual[1], final_state.double()) <= bar
     if into_memory and name.startswith("fi"):
         _, after = flash_qla.chunk_gated_delta_rule(
             **{x: y[:, 3:67] if torch.is_tensor(y) and y.dim() > 1 else y for x, y in expected.items()},

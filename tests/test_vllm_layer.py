@@ -94,8 +94,8 @@ def run(monkeypatch):
 
     def run(layer, metadata, *arguments):
         module = ModuleType("vllm.forward_context")
-        found = {PREFIX: metadata} if metadata is not None else None
-        module.get_forward_context = lambda: SimpleNamespace(attn_metadata=found)
+        attn_metadata = {PREFIX: metadata} if metadata is not None else None
+        module.get_forward_context = lambda: SimpleNamespace(attn_metadata=attn_metadata)
         monkeypatch.setitem(sys.modules, "vllm.forward_context", module)
         method = _vllm_layer.forward_core(type(layer)._forward_core_fused_norm_packed)
         method(layer, *arguments)
@@ -321,7 +321,7 @@ def test_a_release_with_another_layer(monkeypatch, caplog):
             "engine 1", {"engine": {"function": lambda x: 10}}, methods=methods, package="engine"
         )
 
-    own = module.Layer.one
+    original = module.Layer.one
     for names, works in ((["Layer.one"], True), (["Layer.one", "Layer.two"], False), (["Layer.three"], False)):
         ours = replacement(*names)
         ours.use()
@@ -329,4 +329,4 @@ def test_a_release_with_another_layer(monkeypatch, caplog):
         assert module.function(0) == 10 and module.Layer().one() == (11 if works else 1)
         assert works or f"engine keeps its own layer: engine.{names[-1]}" in caplog.text
         ours.restore()
-        assert module.function(0) == 1 and module.Layer.one is own
+        assert module.function(0) == 1 and module.Layer.one is original

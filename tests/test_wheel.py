@@ -80,8 +80,8 @@ def test_the_sdist_is_the_checkout(sdist):
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
     with tarfile.open(sdist) as archive:
         packed = {member.name.removeprefix(f"{NAME}/") for member in archive if member.isfile()}
-    made = {"PKG-INFO", "setup.cfg"} | {name for name in packed if name.startswith("flash_qla_aot.egg-info/")}
-    assert packed - made == {name for name in listed if (ROOT / name).exists()}
+    generated = {"PKG-INFO", "setup.cfg"} | {name for name in packed if name.startswith("flash_qla_aot.egg-info/")}
+    assert packed - generated == {name for name in listed if (ROOT / name).exists()}
 
 
 def test_a_wheel_is_for_its_python(wheel):
@@ -119,9 +119,9 @@ def test_binaries_share_no_cpp(wheel, tmp_path):
         with zipfile.ZipFile(wheel) as archive:
             path = archive.extract(f"flash_qla/{name}", tmp_path)
         exported = [line.split()[-1] for line in run("nm", "-D", "--defined-only", path).splitlines()]
-        taken = [line.split()[-1] for line in run("nm", "-D", "--undefined-only", path).splitlines()]
+        undefined = [line.split()[-1] for line in run("nm", "-D", "--undefined-only", path).splitlines()]
         assert exported and all(re.fullmatch(pattern, symbol) for symbol in exported), exported
-        assert [symbol for symbol in taken if symbol.startswith("_Z")] == of_torch
+        assert [symbol for symbol in undefined if symbol.startswith("_Z")] == of_torch
 
 
 def test_metadata(wheel):
@@ -137,23 +137,23 @@ def test_metadata(wheel):
 
 def test_the_tag_is_true(wheel):
     """The binaries need no more of a machine than the tag says. torch's libraries come with torch."""
-    found = json.loads(run(sys.executable, "-m", "auditwheel", "show", "--json", wheel))
-    newest = re.fullmatch(r"manylinux_2_(\d+)_x86_64", found["sym_tag"])
-    assert newest and int(newest.group(1)) <= 28, found["sym_tag"]
-    assert set(found["external_libs"]) == {"libtorch.so", "libtorch_cpu.so", "libc10.so"}
-    needed = {version.split("_")[0] for versions in found["versioned_symbols"].values() for version in versions}
+    report = json.loads(run(sys.executable, "-m", "auditwheel", "show", "--json", wheel))
+    newest = re.fullmatch(r"manylinux_2_(\d+)_x86_64", report["sym_tag"])
+    assert newest and int(newest.group(1)) <= 28, report["sym_tag"]
+    assert set(report["external_libs"]) == {"libtorch.so", "libtorch_cpu.so", "libc10.so"}
+    needed = {version.split("_")[0] for versions in report["versioned_symbols"].values() for version in versions}
     assert needed == {"GLIBC", "GCC"}
-    assert not found["unsupported_isa"]
+    assert not report["unsupported_isa"]
 
 
-def closure(name: str, found: dict) -> dict:
+def closure(name: str, distributions: dict) -> dict:
     """Distribution by name: this one, and what it requires."""
-    if name not in found:
-        found[name] = importlib.metadata.distribution(name)
-        for requirement in map(Requirement, found[name].requires or ()):
+    if name not in distributions:
+        distributions[name] = importlib.metadata.distribution(name)
+        for requirement in map(Requirement, distributions[name].requires or ()):
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                closure(requirement.name, found)
-    return found
+                closure(requirement.name, distributions)
+    return distributions
 
 
 def test_in_an_environment_with_torch_alone(wheel, tmp_path):

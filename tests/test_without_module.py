@@ -36,25 +36,25 @@ o, state = flash_qla.chunk_gated_delta_rule(*leaves, output_final_state=True)
 assert all(x.grad.isfinite().all() and x.grad.any() for x in leaves)
 
 pool, slots, cu_seqlens = torch.zeros(3, H_v, V, K), torch.tensor([1]), torch.tensor([0, T])
-given = tokens()
-found = flash_qla.prefill_gated_delta_rule(*given, pool, slots, cu_seqlens=cu_seqlens)
-torch.testing.assert_close(found, o.detach())
+inputs = tokens()
+actual = flash_qla.prefill_gated_delta_rule(*inputs, pool, slots, cu_seqlens=cu_seqlens)
+torch.testing.assert_close(actual, o.detach())
 torch.testing.assert_close(pool[1], state[0].detach().transpose(-2, -1))
 
-q, k, v, g, beta = (x[:, :1] for x in given)
-found = flash_qla.decode_gated_delta_rule(q, k, v, g, beta, torch.zeros(H_v), None, pool, slots)
-assert found.shape == v.shape and found.isfinite().all() and found.any()
+q, k, v, g, beta = (x[:, :1] for x in inputs)
+actual = flash_qla.decode_gated_delta_rule(q, k, v, g, beta, torch.zeros(H_v), None, pool, slots)
+assert actual.shape == v.shape and actual.isfinite().all() and actual.any()
 
 compiled = torch.compile(flash_qla.chunk_gated_delta_rule, backend="aot_eager", fullgraph=True)
-torch.testing.assert_close(compiled(*given)[0], o.detach())
+torch.testing.assert_close(compiled(*inputs)[0], o.detach())
 with FakeTensorMode() as mode:
-    fakes = [mode.from_tensor(x) for x in given]
+    fakes = [mode.from_tensor(x) for x in inputs]
     assert flash_qla.chunk_gated_delta_rule(*fakes)[0].shape == o.shape
     begin = torch.ops.flash_qla.gated_delta_rule_forward_begin
     maps, workspace, *_ = begin(*fakes, [0])
     assert maps.shape == (1, H_v, V + K, K) and workspace.shape == (0,)
     flash_qla._binary.card = lambda _: dict(sm_count=132)
-    maps, workspace, *_ = begin(*(torch.empty(x.shape, device="cuda") for x in given), [0])
+    maps, workspace, *_ = begin(*(torch.empty(x.shape, device="cuda") for x in inputs), [0])
     assert maps.is_cuda and workspace.shape[0] > 0
 print("ran")
 """
@@ -120,6 +120,6 @@ def test_head_dims_of_no_kernel_are_refused_in_a_trace(monkeypatch, op, name, he
     (dim,) = head_dims.values()
     expected = rf"{name} has head dimension . = {dim}, expected a multiple of 8 up to \d+ on a GPU"
     with FakeTensorMode(), pytest.raises(RuntimeError, match=expected):
-        given = {x.name: arguments[x.name] for x in begin._schema.arguments if x.name in arguments}
-        tensors = {n: x for n, x in given.items() if isinstance(x, torch.Tensor)}
-        begin(**given | {n: torch.empty(x.shape, dtype=x.dtype, device="cuda") for n, x in tensors.items()})
+        begin_arguments = {x.name: arguments[x.name] for x in begin._schema.arguments if x.name in arguments}
+        tensors = {n: x for n, x in begin_arguments.items() if isinstance(x, torch.Tensor)}
+        begin(**begin_arguments | {n: torch.empty(x.shape, dtype=x.dtype, device="cuda") for n, x in tensors.items()})
