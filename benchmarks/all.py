@@ -67,7 +67,7 @@ SECTIONS = {
     "host": ["host --batches 51"],
 }
 # Sections that run only if --sections names them: FLA takes minutes to compile and to tune itself.
-ASKED = ("wide", "wide_step", "layers")
+ON_REQUEST = ("wide", "wide_step", "layers")
 START_SECONDS = 10  # a process imports, and starts CUDA
 
 
@@ -174,8 +174,8 @@ def merge(lines: list[dict], package: str, results: dict, ended: str) -> None:
 
 
 def is_done(results: dict, name: str, package: str) -> bool:
-    found = results.get(name, {"seconds": {}, "failed": {}})
-    return package in found["seconds"] and package not in found["failed"]
+    section = results.get(name, {"seconds": {}, "failed": {}})
+    return package in section["seconds"] and package not in section["failed"]
 
 
 def measure_process(process: Process, end: float, results: dict, options) -> None:
@@ -198,9 +198,9 @@ def name_of_card(gpu: str) -> str:
 
 def read(path: Path, begin: dict) -> dict:
     """The sections that were measured on this commit and such a machine."""
-    found = json.loads(path.read_text()) if path.exists() else {"environment": {}}
-    same = all(found["environment"].get(name) == begin[name] for name in ("commit", "gpu", "driver", "torch"))
-    return found["sections"] if begin["commit"] and same else {}
+    earlier = json.loads(path.read_text()) if path.exists() else {"environment": {}}
+    same = all(earlier["environment"].get(name) == begin[name] for name in ("commit", "gpu", "driver", "torch"))
+    return earlier["sections"] if begin["commit"] and same else {}
 
 
 def write(path: Path, results: dict, begin: dict) -> None:
@@ -211,13 +211,13 @@ def write(path: Path, results: dict, begin: dict) -> None:
         lines = ",\n".join(map(json.dumps, section["cells"]))
         head = json.dumps({key: section[key] for key in ("seconds", "failed")})
         parts.append(f'{json.dumps(name)}: {head[:-1]}, "cells": [\n{lines}\n]}}')
-    found = json.dumps(begin | {"versions": versions}, indent=1)
-    path.write_text(f'{{"environment": {found},\n"sections": {{\n' + ",\n".join(parts) + "\n}}\n")
+    environment_json = json.dumps(begin | {"versions": versions}, indent=1)
+    path.write_text(f'{{"environment": {environment_json},\n"sections": {{\n' + ",\n".join(parts) + "\n}}\n")
 
 
 def main(options) -> int:
     end = time.monotonic() + options.seconds
-    chosen = options.sections.split(",") if options.sections else [name for name in SECTIONS if name not in ASKED]
+    chosen = options.sections.split(",") if options.sections else [name for name in SECTIONS if name not in ON_REQUEST]
     packages = options.packages.split(",") if options.packages else [process.package for process in PROCESSES]
     processes = [
         dataclasses.replace(process, sections=[name for name in process.sections if name in chosen])

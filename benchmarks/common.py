@@ -112,10 +112,10 @@ def ragged_lengths(sequences: int, tokens: int = 32768) -> list[int]:
 def slices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
     """q, k and v as every model hands them over: slices of one tensor [1, T, 2 H_k K + H_v V], which a convolution has
     written."""
-    given = {"q": q, "k": k, "v": v}
-    mixed = torch.cat([x.flatten(-2) for x in given.values()], -1)
-    parts = mixed.split([math.prod(x.shape[-2:]) for x in given.values()], -1)
-    return {name: part.unflatten(-1, x.shape[-2:]) for (name, x), part in zip(given.items(), parts, strict=True)}
+    tensors = {"q": q, "k": k, "v": v}
+    mixed = torch.cat([x.flatten(-2) for x in tensors.values()], -1)
+    parts = mixed.split([math.prod(x.shape[-2:]) for x in tensors.values()], -1)
+    return {name: part.unflatten(-1, x.shape[-2:]) for (name, x), part in zip(tensors.items(), parts, strict=True)}
 
 
 def contiguous(arguments: dict) -> dict:
@@ -210,8 +210,8 @@ def ceilings() -> dict[str, float]:
 
 def floor_ms(tokens: int, flop: float, traffic: float) -> float:
     """The longer of the matrix work and the traffic of inputs and outputs, both given per token, at the ceilings."""
-    found = ceilings()
-    return max(tokens * flop / found["matrix_rate"], tokens * traffic / found["bandwidth"]) * 1e3
+    rates = ceilings()
+    return max(tokens * flop / rates["matrix_rate"], tokens * traffic / rates["bandwidth"]) * 1e3
 
 
 def geometric_mean(figures: Iterable[float]) -> float:
@@ -411,16 +411,16 @@ def killed_at_end(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
 def print_comparison(cells: Iterable[dict], field: str, key: Callable[[dict], tuple], floor: str = "") -> None:
     """A line for each key: flash_qla's figure, the part of the floor, and the other packages' figures over its own; of
     several functions of a package the fastest one. Then the geometric means."""
-    found: dict[tuple, dict[str, dict]] = {}
+    best_of_group: dict[tuple, dict[str, dict]] = {}
     for cell in (cell for cell in cells if field in cell):
-        best = found.setdefault(key(cell), {})
+        best = best_of_group.setdefault(key(cell), {})
         if cell["package"] not in best or cell[field] < best[cell["package"]][field]:
             best[cell["package"]] = cell
     ratios: dict[str, dict[str, float]] = {}
-    for place, best in found.items():
+    for group, best in best_of_group.items():
         if "flash_qla" not in best:
             continue
-        ours, name = best.pop("flash_qla"), " ".join(map(str, place))
+        ours, name = best.pop("flash_qla"), " ".join(map(str, group))
         line = f"{name:>32} {ours[field]:10.4f}"
         if floor:
             line += f" {ours[floor] / ours[field]:5.0%} of the floor"

@@ -99,8 +99,8 @@ def make_inputs(heads: tuple[int, int], tokens: int, blocks: list[int], options)
 
         g = F.logsigmoid(randn(H_v)) / 16
         g[..., exact] = 0
-        found = (randn(H_k, K), randn(H_k, K), randn(H_v, V), g, randn(H_v).sigmoid(), randn(H_v, V))
-        for i, (name, x) in enumerate(zip((*INPUTS, "do"), found, strict=True)):
+        tensors = (randn(H_k, K), randn(H_k, K), randn(H_v, V), g, randn(H_v).sigmoid(), randn(H_v, V))
+        for i, (name, x) in enumerate(zip((*INPUTS, "do"), tensors, strict=True)):
             drawn[name].append(x if i in (3, 4) else x.bfloat16())
     return {name: torch.cat(pieces, 1) for name, pieces in drawn.items()}
 
@@ -113,9 +113,9 @@ def sketches(results: dict[str, torch.Tensor], blocks: list[int]) -> dict[str, d
     }
 
 
-def difference(found: dict[str, list[float]], expected: dict[str, list[float]]) -> float:
+def difference(actual: dict[str, list[float]], expected: dict[str, list[float]]) -> float:
     """The relative L2 difference of two tensors, from the sketches of their blocks."""
-    x, y = ([number for block in sorted(z) for number in z[block]] for z in (found, expected))
+    x, y = ([number for block in sorted(z) for number in z[block]] for z in (actual, expected))
     return math.dist(x, y) / math.hypot(*y)
 
 
@@ -168,21 +168,21 @@ def measure_cell(package: str, heads: tuple[int, int], sequences: str, options, 
         o = call(*leaves)
         return o.detach(), *torch.autograd.grad(o, leaves, do)
 
-    own = {"forward": median_ms(forward, options, clock), "step": median_ms(step, options, clock)}
-    own = {name: statistics.median(times) for name, times in own.items()}
+    rank_results = {"forward": median_ms(forward, options, clock), "step": median_ms(step, options, clock)}
+    rank_results = {name: statistics.median(times) for name, times in rank_results.items()}
     if clock.on_gpu:
-        own["peak_bytes"] = torch.cuda.max_memory_allocated()
-    own["sketches"] = sketches(dict(zip(("o", "dq", "dk", "dv", "dg", "db"), step(), strict=True)), blocks)
-    ranks = [own]
+        rank_results["peak_bytes"] = torch.cuda.max_memory_allocated()
+    rank_results["sketches"] = sketches(dict(zip(("o", "dq", "dk", "dv", "dg", "db"), step(), strict=True)), blocks)
+    ranks = [rank_results]
     if distributed:
         ranks = [None] * world_size
-        dist.all_gather_object(ranks, own)
+        dist.all_gather_object(ranks, rank_results)
     cell = {"package": package, "version": common.version_of(PACKAGES[package][1]), "heads": "{}x{}".format(*heads)}
     cell |= common.head_dims_field(options.head_dims)
     cell |= {"sequences": sequences, "scaling": "weak" if options.weak else "strong", "ranks": world_size}
     cell |= {"layout": options.layout if distributed else None, "tokens": tokens}
     cell |= {f"{name}_ms": max(x[name] for x in ranks) for name in ("forward", "step")}
-    cell |= {name: [x[name] for x in ranks] for name in ("peak_bytes",) if name in own}
+    cell |= {name: [x[name] for x in ranks] for name in ("peak_bytes",) if name in rank_results}
     merged = {}
     for x in ranks:
         for name, of_blocks in x["sketches"].items():
@@ -198,13 +198,13 @@ def report(cells: list[dict]) -> None:
     for cell in cells:
         line, base = " ".join((*key(cell), cell["scaling"], f"W={cell['ranks']}")), one.get(key(cell))
         grown = cell["ranks"] if cell["scaling"] == "weak" else 1
-        for what in ("forward_ms", "step_ms"):
-            line += f"  {what} {cell[what]:9.3f}"
+        for field in ("forward_ms", "step_ms"):
+            line += f"  {field} {cell[field]:9.3f}"
             if base and base is not cell:
-                line += f", {base[what] / cell[what] * grown:5.2f} times one"
+                line += f", {base[field] / cell[field] * grown:5.2f} times one"
         if base and cell["scaling"] == "strong" and base is not cell:
-            found = {x: difference(y, base["sketches"][x]) for x, y in cell["sketches"].items()}
-            line += "  differences " + " ".join(f"{x} {y:.1e}" for x, y in found.items())
+            differences = {x: difference(y, base["sketches"][x]) for x, y in cell["sketches"].items()}
+            line += "  differences " + " ".join(f"{x} {y:.1e}" for x, y in differences.items())
         print(line)
 
 

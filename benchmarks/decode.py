@@ -148,8 +148,8 @@ class Lagging:
         self.positions = self.positions.contiguous()
 
     def __call__(self, i: int, step: int = 0) -> torch.Tensor:
-        own = {name: x[i] for name, x in self.backlogs.items()}
-        return self.function(self.case.pool[i], **own, write_pos=self.positions[step])
+        backlog = {name: x[i] for name, x in self.backlogs.items()}
+        return self.function(self.case.pool[i], **backlog, write_pos=self.positions[step])
 
     @property
     def keep(self) -> str:
@@ -413,7 +413,7 @@ def report(cells: list[dict]) -> None:
     print_comparison(with_floor, "us", lambda cell: tuple(map(cell.get, KEY)), "copy_us")
 
 
-def numbers(text: str) -> list[int]:
+def parse_integers(text: str) -> list[int]:
     return [int(x) for x in text.split(",")]
 
 
@@ -421,12 +421,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argument_parser(__doc__.splitlines()[0], packages=",".join(CALLS))
     parser.add_argument("--heads", default="2x8,4x16,8x32,16x32,16x64", help="query/key x value heads")
     common.add_head_dims_argument(parser)
-    parser.add_argument("--batches", type=numbers, default="1,8,32,64,128,256,512", help="sequences")
-    parser.add_argument("--tokens", type=numbers, default="1", help="tokens of a sequence")
+    parser.add_argument("--batches", type=parse_integers, default="1,8,32,64,128,256,512", help="sequences")
+    parser.add_argument("--tokens", type=parse_integers, default="1", help="tokens of a sequence")
     parser.add_argument(
         "--keep", choices=("last", "every", "plain", "lagging"), default="last", help="which states are kept"
     )
-    parser.add_argument("--steps", type=numbers, default="8,16,32", help="steps of a cycle, with --keep lagging")
+    parser.add_argument("--steps", type=parse_integers, default="8,16,32", help="steps of a cycle, with --keep lagging")
     parser.add_argument("--state-dtypes", default="fp32,bf16")
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--sample-ms", type=float, default=2.0, help="length of a sample")

@@ -131,9 +131,9 @@ def measure(package: str, options) -> Iterator[dict]:
 
 def report(cells: list[dict]) -> None:
     for name in ("region", "parts", "rule"):
-        found = [cell for cell in cells if cell["function"] == name]
+        function_cells = [cell for cell in cells if cell["function"] == name]
         key = operator.itemgetter("function", "heads", "batch", "tokens")
-        common.print_comparison(found, "us", key, floor="floor")
+        common.print_comparison(function_cells, "us", key, floor="floor")
 
 
 def make_parser() -> argparse.ArgumentParser:

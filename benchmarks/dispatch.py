@@ -33,7 +33,7 @@ NARROW_TILE, WIDE_TILE = 64, 128  # value rows
 PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # parts of a sequence
 FIELDS = ("value_tile", "segment_chunks", "cut_above", "fused", "predicted_us")
 BACKWARD_FIELDS = ("segment_chunks", "cut_above", "predicted_us")
-MOST_PIECES = 3  # pieces of an SM; each one is one more turn
+MAX_TILES_PER_SM = 3  # work tiles; each one is one more wave
 
 
 def segmentations(H_v: int, V: int, lengths: list[int], sm_count: int, value_tile: int) -> Iterator[int]:
@@ -42,8 +42,8 @@ def segmentations(H_v: int, V: int, lengths: list[int], sm_count: int, value_til
         math.ceil(chunks / parts): len(lengths) * parts for parts in PARTS if parts <= (chunks + 1) // 2
     }
     for segment_chunks, count in segments.items():
-        pieces = count * H_v * math.ceil(V / value_tile)
-        if segment_chunks == 0 or pieces <= (1 if value_tile == NARROW_TILE else MOST_PIECES) * sm_count:
+        tiles = count * H_v * math.ceil(V / value_tile)
+        if segment_chunks == 0 or tiles <= (1 if value_tile == NARROW_TILE else MAX_TILES_PER_SM) * sm_count:
             yield segment_chunks
 
 
@@ -64,8 +64,8 @@ class Forward:
                     yield mode | {"fused": True}
 
     @staticmethod
-    def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int], known: dict[str, int]):
-        arguments = common.make_inputs(H_k, H_v, lengths, head_dims) | {"output_final_state": True, **known}
+    def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int], max_seqlen_option: dict[str, int]):
+        arguments = common.make_inputs(H_k, H_v, lengths, head_dims) | {"output_final_state": True, **max_seqlen_option}
         return lambda: torch.ops.flash_qla.chunk_gated_delta_rule(**arguments)
 
     def __init__(self):
@@ -84,9 +84,9 @@ class Backward:
             yield {"segment_chunks": segment_chunks}
 
     @staticmethod
-    def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int], known: dict[str, int]):
+    def call(H_k: int, H_v: int, lengths: list[int], head_dims: tuple[int, int], max_seqlen_option: dict[str, int]):
         inputs, output_gradients = common.make_inputs(H_k, H_v, lengths, head_dims, gradients=True)
-        return flash_qla_backward(inputs | known, output_gradients)
+        return flash_qla_backward(inputs | max_seqlen_option, output_gradients)
 
     def __init__(self):
         from flash_qla import _C, testing
@@ -111,24 +111,24 @@ def measure(package: str, options) -> Iterator[dict]:
     for H_k, H_v in common.parse_heads(options.heads):
         for text in options.sequences.split(","):
             lengths = common.parse_lengths(text)
-            known = {} if options.unknown else {"max_seqlen": max(lengths)}
-            call = direction.call(H_k, H_v, lengths, options.head_dims, known)
+            max_seqlen_option = {} if options.unknown else {"max_seqlen": max(lengths)}
+            call = direction.call(H_k, H_v, lengths, options.head_dims, max_seqlen_option)
             T, N = sum(lengths), len(lengths)
             equal = len(set(lengths)) == 1
             for mode in ({}, *direction.modes(H_v, options.head_dims, lengths, card["sm_count"])):
                 with direction.forced(mode):
                     times = common.time_graph(call, options.samples, options.sample_ms)
                     if mode and equal:
-                        found = direction.dispatch(N, T // N, N, H_k, H_v, **card, varlen=False, K=K, V=V)
+                        record = direction.dispatch(N, T // N, N, H_k, H_v, **card, varlen=False, K=K, V=V)
                     else:
-                        found = direction.dispatch(1, T, N, H_k, H_v, **card, K=K, V=V, **known)
+                        record = direction.dispatch(1, T, N, H_k, H_v, **card, K=K, V=V, **max_seqlen_option)
                 yield {
                     "heads": f"{H_k}x{H_v}",
                     "sequences": text,
                     **common.head_dims_field(options.head_dims),
                     **common.qkv_field(),
                     "chosen": not mode,
-                    **{name: getattr(found, name) for name in direction.fields},
+                    **{name: getattr(record, name) for name in direction.fields},
                     **common.spread(times),
                 }
 
@@ -148,10 +148,10 @@ def report(cells: list[dict]) -> None:
         batches.setdefault((common.heads_of(cell), cell["sequences"]), []).append(cell)
     print(f"{'heads':>6} {'sequences':>12}  {'chosen':>11} {'us':>7} {'predicted':>9}  {'fastest':>8} {'us':>7}")
     lost, off = [], []
-    for (heads, sequences), found in batches.items():
-        [chosen] = [cell for cell in found if cell["chosen"]]
+    for (heads, sequences), measured in batches.items():
+        [chosen] = [cell for cell in measured if cell["chosen"]]
         # The same mode measured twice differs by chance.
-        times = {name(cell): min(x["ms"] for x in found if name(x) == name(cell)) * 1e3 for cell in found}
+        times = {name(cell): min(x["ms"] for x in measured if name(x) == name(cell)) * 1e3 for cell in measured}
         fastest = min(times, key=times.get)
         us = times[name(chosen)]
         lost.append(math.log(us / times[fastest]))
@@ -160,7 +160,7 @@ def report(cells: list[dict]) -> None:
             f"{times[fastest]:7.1f}"
         )
         if len(set(common.parse_lengths(sequences))) == 1:
-            off += [math.log(cell["predicted_us"] / (cell["ms"] * 1e3)) for cell in found if not cell["chosen"]]
+            off += [math.log(cell["predicted_us"] / (cell["ms"] * 1e3)) for cell in measured if not cell["chosen"]]
     print(f"\nchosen over fastest: {math.exp(statistics.fmean(lost)):.3f}, at most {math.exp(max(lost)):.2f}")
     if off:
         rms = math.sqrt(statistics.mean(x * x for x in off))

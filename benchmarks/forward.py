@@ -203,8 +203,8 @@ def difference(sketches: dict, expected: dict) -> float:
 def measure(package: str, options):
     loaded = LOADERS[package]()
     dims = options.head_dims
-    asked = filter(None, options.variants.split(","))
-    variants = ["default", *(x for x in asked if package == "flash_qla" or x == "contiguous")]
+    requested = filter(None, options.variants.split(","))
+    variants = ["default", *(x for x in requested if package == "flash_qla" or x == "contiguous")]
     for gate in options.gates.split(","):
         for H_k, H_v in common.parse_heads(options.heads):
             errors = None
@@ -271,8 +271,8 @@ def report(cells: list[dict]) -> None:
         common.print_comparison([*of_variant, *others], "ms", key_of, "floor_ms")
     for package in dict.fromkeys(cell["package"] for cell in cells):
         errors = [cell["relative_error"] for cell in cells if cell["package"] == package]
-        found = [x for x in errors if isinstance(x, dict)]
-        worst = [f"{name} {largest(x[name] for x in found):.1e}" for name in ("o", "final_state") if found]
+        measured = [x for x in errors if isinstance(x, dict)]
+        worst = [f"{name} {largest(x[name] for x in measured):.1e}" for name in ("o", "final_state") if measured]
         print(f"{package}, errors on short batches:", *worst, *dict.fromkeys(x for x in errors if isinstance(x, str)))
     print(*problems(cells), sep="\n")
 
@@ -287,9 +287,9 @@ def problems(cells: list[dict]) -> list[str]:
             lines.append(f"NOT MEASURED, {name}: {cell['error']}")
         expected = ours.get(key_of(cell), {})
         if "sketches" in cell and "sketches" in expected:
-            found = difference(cell["sketches"], expected["sketches"])
-            if not found <= LARGEST_DIFFERENCE:  # NaN is a disagreement
-                lines.append(f"DISAGREEMENT with flash_qla's default, {name}: {found:.1e}")
+            distance = difference(cell["sketches"], expected["sketches"])
+            if not distance <= LARGEST_DIFFERENCE:  # NaN is a disagreement
+                lines.append(f"DISAGREEMENT with flash_qla's default, {name}: {distance:.1e}")
     return lines
 
 

@@ -163,10 +163,10 @@ def measure(options: argparse.Namespace, feature: str, ours: bool) -> Iterator[d
         rates = []
         for sample in range(options.samples + 1):
             # New prompts each time, or the cache of prefixes would have them.
-            given = make_prompts(count, (length, length), seed=100 + sample)
+            new_prompts = make_prompts(count, (length, length), seed=100 + sample)
             torch.cuda.synchronize()
             start = time.perf_counter()
-            engine.generate(given, new_tokens)
+            engine.generate(new_prompts, new_tokens)
             torch.cuda.synchronize()
             rates.append(round(count * (length + new_tokens) / (time.perf_counter() - start), 1))
         sizes = {"load": load, "requests": count, "prompt_tokens": length, "new_tokens": new_tokens}
@@ -182,18 +182,18 @@ def compare(a: list[dict], b: list[dict]) -> dict:
     return {"same": len(a) - len(margins), "of": len(a), "margins": sorted(margins)}
 
 
-def report(own: list[dict], ours: list[dict]) -> list[dict]:
+def report(theirs: list[dict], ours: list[dict]) -> list[dict]:
     """Prints both sides of a feature, and returns the cells to store."""
-    (of_own, *own), (of_ours, *ours) = own, ours
-    same = compare(of_own["completions"], of_ours["completions"])
+    (first, *theirs), (our_first, *ours) = theirs, ours
+    same = compare(first["completions"], our_first["completions"])
     largest = f", margins up to {same['margins'][-1]}" if same["margins"] else ""
-    print(f"{of_own['engine']} {of_own['version']}, {of_own['architecture']}, {of_own['states']} states, ", end="")
-    print(f"{of_own['feature']}: the same tokens in {same['same']} of {same['of']} requests{largest}")
-    for x, y in zip(own, ours, strict=True):
+    print(f"{first['engine']} {first['version']}, {first['architecture']}, {first['states']} states, ", end="")
+    print(f"{first['feature']}: the same tokens in {same['same']} of {same['of']} requests{largest}")
+    for x, y in zip(theirs, ours, strict=True):
         before, now = (statistics.median(cell["tokens_per_s"]) for cell in (x, y))
         calls = "{flash_qla} of {total} calls".format(**y["calls"])
         print(f"  {x['load']}: {now:.0f} tokens/s ({calls}), own kernels {before:.0f}: {now / before:.2f} times")
-    return [*own, *(cell | {"same_tokens": same} for cell in ours)]
+    return [*theirs, *(cell | {"same_tokens": same} for cell in ours)]
 
 
 def in_process(feature: str, kernels: str, limit_s: float) -> list[dict]:
@@ -235,11 +235,11 @@ def main() -> None:
         os._exit(0)  # engines may wait for threads of theirs
     failed = []
     for feature in features.split(","):
-        own, ours = (in_process(feature, kernels, options.limit_s) for kernels in ("own", "flash_qla"))
-        if not own or not ours:
+        theirs, ours = (in_process(feature, kernels, options.limit_s) for kernels in ("own", "flash_qla"))
+        if not theirs or not ours:
             failed.append(feature)
             continue
-        cells = report(own, ours)
+        cells = report(theirs, ours)
         if options.out:
             key = ("package", "engine", "version", "architecture", "layers", "states", "feature", "load")
             add_results(options.out, cells, key)

@@ -124,12 +124,12 @@ class Engine:
         more = {"return_logprob": True, "top_logprobs_num": 5, "logprob_start_len": -1} if ranked else {}
         greedy = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
         outputs = self._engine.generate(input_ids=prompts, sampling_params=greedy, **more)
-        found = []
+        completions = []
         for request in outputs:
             about, tokens = request["meta_info"], request["output_ids"]
             ranks = [[x[0] for x in step] for step in about.get("output_top_logprobs") or ()]
-            found.append(completion(tokens, ranks))
-        return found
+            completions.append(completion(tokens, ranks))
+        return completions
 
     def calls(self) -> dict[str, int]:
         time.sleep(1)  # the scheduler writes a few times a second

@@ -103,12 +103,12 @@ class Engine:
             temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=5 if ranked else None
         )
         outputs = self._llm.generate([{"prompt_token_ids": x} for x in prompts], greedy, use_tqdm=False)
-        found = []
+        completions = []
         for request in outputs:
             [one] = request.outputs
             steps = [[x.logprob for x in step.values()] for step in one.logprobs or ()]
-            found.append(completion(one.token_ids, steps))
-        return found
+            completions.append(completion(one.token_ids, steps))
+        return completions
 
     def calls(self) -> dict[str, int]:
         return dict(self._calls)

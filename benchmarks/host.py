@@ -111,8 +111,8 @@ def measure_calls(options) -> Iterator[dict]:
     for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         with mode():
             calls = make_calls(make_arguments(options))
-            found = {name: time_calls(call, options.device, options.batches) for name, call in calls.items()}
-        yield from ({"mode": mode.__name__, "call": name, **times} for name, times in found.items())
+            times_of_calls = {name: time_calls(call, options.device, options.batches) for name, call in calls.items()}
+        yield from ({"mode": mode.__name__, "call": name, **times} for name, times in times_of_calls.items())
     for name, step in make_steps(make_arguments(options)).items():
         yield {"mode": "step", "call": name, **time_calls(step, options.device, options.batches)}
 

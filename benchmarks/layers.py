@@ -69,14 +69,14 @@ def switch(model: torch.nn.Module, package: str, function: str) -> None:
 
 def times(call: Callable, samples: int) -> list[float]:
     """Milliseconds of each of `samples` calls, after two others."""
-    found = []
+    milliseconds = []
     for _ in range(samples + 2):
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()
         torch.cuda.synchronize()
-        found.append(1e3 * (time.perf_counter() - start))
-    return sorted(found[2:])
+        milliseconds.append(1e3 * (time.perf_counter() - start))
+    return sorted(milliseconds[2:])
 
 
 def measure(package: str, options) -> Iterator[dict]:

@@ -106,8 +106,8 @@ def report(cells: list[dict]) -> None:
         errors[cell["package"]][cell["case"]] = cell["errors"]
     for tensor in TENSORS:
         line = f"{tensor:>12}"
-        for package, found in errors.items():
-            line += f" {package} {max((x[tensor] for x in found.values()), key=size):.1e}" if found else ""
+        for package, case_errors in errors.items():
+            line += f" {package} {max((x[tensor] for x in case_errors.values()), key=size):.1e}" if case_errors else ""
         both = {case: (x[tensor], errors["fla"].get(case, x)[tensor]) for case, x in errors["flash_qla"].items()}
         ratios = {case: ours / theirs for case, (ours, theirs) in both.items() if theirs > 0}
         worst = max(ratios, key=lambda case: size(ratios[case]), default=None)

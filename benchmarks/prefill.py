@@ -53,8 +53,8 @@ class Case:
         slots = torch.randperm(2 * N, generator=torch.Generator().manual_seed(0))[:N]
         self.slots = slots.to(common.DEVICE)
         # The slots of the checkpoints come after these.
-        self.kept = sum(length // CHECKPOINT_TOKENS for length in self.lengths)
-        shape = (2 * N + self.kept, *self.states.shape[1:])
+        self.checkpoint_count = sum(length // CHECKPOINT_TOKENS for length in self.lengths)
+        shape = (2 * N + self.checkpoint_count, *self.states.shape[1:])
         self.pool = torch.zeros(shape, dtype=self.state_dtype, device=common.DEVICE)
         self.pool[self.slots] = self.states
 
@@ -87,11 +87,11 @@ def flash_qla_calls(case: Case) -> dict[str, Callable]:
         return lambda: prefill_gated_delta_rule(**inputs, state_pool=pool, state_indices=slots, **options)
 
     calls = {"op": lambda: op(case.states)[0], "gathered": lambda: case.gathered(op), "pool": prefill()}
-    if case.kept:
+    if case.checkpoint_count:
         calls["checkpoints"] = prefill(**checkpoints(CHECKPOINT_TOKENS))
         calls["blocks"] = prefill(**checkpoints(BLOCK_TOKENS))
     calls["invariant"] = prefill(batch_invariant=True)
-    if case.kept:
+    if case.checkpoint_count:
         calls["resumable"] = prefill(batch_invariant=True, **checkpoints(CHECKPOINT_TOKENS))
     return calls
 

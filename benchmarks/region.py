@@ -176,9 +176,11 @@ def report(cells: list[dict]) -> None:
     for of in ("forward", "step"):
         print(f"{of}: part, heads, sequences, us")
         for part in PARTS:
-            found = [cell for cell in cells if cell["part"] == part]
-            floor = f"{of}_floor" if found and f"{of}_floor" in found[0] else ""
-            common.print_comparison(found, f"{of}_us", lambda x: (x["part"], x["heads"], x["sequences"]), floor=floor)
+            part_cells = [cell for cell in cells if cell["part"] == part]
+            floor = f"{of}_floor" if part_cells and f"{of}_floor" in part_cells[0] else ""
+            common.print_comparison(
+                part_cells, f"{of}_us", lambda x: (x["part"], x["heads"], x["sequences"]), floor=floor
+            )
     for x in (x for x in cells if "relative_error" in x):
         print(*(x[name] for name in ("package", "heads", "sequences")), f"error {x['relative_error']:.1e}")
 

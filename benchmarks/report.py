@@ -152,10 +152,10 @@ def load(folder: Path) -> dict[str, dict[str, dict]]:
         for file in (f"{name}{card.lower()}.json" for name in ("", "wide_", "context_parallelism_", "generation_")):
             if (folder / file).exists():
                 results = json.loads((folder / file).read_text())
-                found = data.setdefault(card, {})
+                sections = data.setdefault(card, {})
                 for name, x in results.get("sections", {file.rpartition("_")[0]: results}).items():
                     environment = results["environment"] | x.get("environment", {})
-                    found.setdefault(name, {"environment": environment, "cells": list(flat(x["cells"], found))})
+                    sections.setdefault(name, {"environment": environment, "cells": list(flat(x["cells"], sections))})
         if (folder / f"train_{card.lower()}.json").exists():
             results = json.loads((folder / f"train_{card.lower()}.json").read_text())
             data.setdefault(card, {})["train"] = {"environment": results["versions"], "cells": trained(results)}
@@ -195,12 +195,12 @@ def figures(sections: dict[str, dict], call: Call) -> dict[tuple[str, ...], tupl
     cells = [cell for cell in sections[call.section]["cells"] if call.field in cell] if call.section in sections else []
 
     def fastest(fields: dict) -> dict[tuple[str, ...], dict]:
-        found: dict[tuple[str, ...], dict] = {}
+        best_cells: dict[tuple[str, ...], dict] = {}
         for cell in cells:
             fits = all(cell.get(x) in (y if isinstance(y, list) else [y]) for x, y in fields.items())
-            if fits and cell[call.field] < found.get(key_of(cell), {call.field: float("inf")})[call.field]:
-                found[key_of(cell)] = cell
-        return found
+            if fits and cell[call.field] < best_cells.get(key_of(cell), {call.field: float("inf")})[call.field]:
+                best_cells[key_of(cell)] = cell
+        return best_cells
 
     ours, theirs = fastest(call.ours), {name: fastest(fields) for name, fields in call.theirs.items()}
     return {
@@ -222,11 +222,11 @@ def with_environment(table: str, data: dict, calls: Iterable[str]) -> str:
     parts_of = {}
     for card, sections in data.items():
         used = {CALLS[name].section if name in CALLS else name for name in calls} & sections.keys()
-        found = [sections[name] for name in sections if name in used]
-        machines = [x["environment"] for x in found]
+        used_sections = [sections[name] for name in sections if name in used]
+        machines = [x["environment"] for x in used_sections]
         drivers = dict.fromkeys(f"driver {x['driver']}, torch {x['torch']}" for x in machines)
         versions: dict[str, dict[str, str]] = {}
-        for cell in (cell for x in found for cell in x["cells"]):
+        for cell in (cell for x in used_sections for cell in x["cells"]):
             name = cell.get("engine", cell.get("package"))
             if name in PACKAGES and cell.get("version"):
                 versions.setdefault(PACKAGES[name], {}).setdefault(cell["version"].split()[0], cell["version"])
@@ -235,7 +235,7 @@ def with_environment(table: str, data: dict, calls: Iterable[str]) -> str:
         if older:
             where = "" if set(older) == used & TAKE_QKV else f" in the sections {', '.join(sorted(older))}"
             parts.append(f"contiguous q, k and v{where}")
-        if found:
+        if used_sections:
             parts_of[card] = parts
     if not parts_of:
         return "Not measured on any card."
@@ -260,12 +260,12 @@ def means(data: dict, calls: Iterable[str]) -> str:
     return markdown(["call", "compared with", *data], rows)
 
 
-def ratios_of(found: dict, other: str) -> list[float]:
-    return [of_others[other] for _, of_others in found.values() if other in of_others]
+def ratios_of(compared: dict, other: str) -> list[float]:
+    return [of_others[other] for _, of_others in compared.values() if other in of_others]
 
 
-def mean_of(found: dict, other: str) -> str:
-    ratios = ratios_of(found, other)
+def mean_of(compared: dict, other: str) -> str:
+    ratios = ratios_of(compared, other)
     if not ratios:
         return "-"
     below = sum(ratio < 1 for ratio in ratios)
@@ -277,9 +277,9 @@ def gain(data: dict) -> str:
     rows = []
     for name, (call, loads) in GAINS.items():
         for card, sections in data.items():
-            found = figures(sections, call)
+            compared = figures(sections, call)
             for load, measured in loads.items():
-                ratios = [x for key, (_, others) in found.items() if key[-1] == load for x in others.values()]
+                ratios = [x for key, (_, others) in compared.items() if key[-1] == load for x in others.values()]
                 if ratios:
                     span = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
                     rows.append([name, measured, card, f"{geometric_mean(ratios):.2f}{span}"])
@@ -291,16 +291,16 @@ def cells(data: dict, rows: dict[str, str]) -> str:
     'HEADS SEQUENCES, ...'."""
     tables = []
     for card, sections in data.items():
-        found = {name: figures(sections, CALLS[name]) for name in rows}
-        places = [(name, *place.split(" ")) for name, text in rows.items() for place in text.split(", ")]
-        lines = [[*place, *texts_of(CALLS[place[0]], found[place[0]], place[1:])] for place in places]
+        compared = {name: figures(sections, CALLS[name]) for name in rows}
+        keys = [(name, *cell.split(" ")) for name, text in rows.items() for cell in text.split(", ")]
+        lines = [[*key, *texts_of(CALLS[key[0]], compared[key[0]], key[1:])] for key in keys]
         lines = [line for line in lines if line[3] != "-"]
         tables.append(markdown(["call", "heads", "sequences", card, "of the floor", "others"], lines))
     return "\n\n".join(tables)
 
 
-def texts_of(call: Call, found: dict, place: tuple[str, ...]) -> list[str]:
-    cell, others = next((x for key, x in found.items() if key[:2] == place), ({}, {}))
+def texts_of(call: Call, compared: dict, heads_and_sequences: tuple[str, ...]) -> list[str]:
+    cell, others = next((x for key, x in compared.items() if key[:2] == heads_and_sequences), ({}, {}))
     if not cell:
         return ["-", "-", "-"]
     figure = f"{cell['us']:.1f} us" if call.field == "us" else f"{cell[call.field]:.3f} ms"
@@ -312,12 +312,12 @@ def accuracy(data: dict) -> str:
     """The largest errors of each package, in the cases that all have run."""
     tensors, rows = ("o", "final_state", "dq", "dk", "dv", "db", "dg", "dh0"), []
     for card, sections in data.items():
-        found: dict[str, dict[str, dict]] = {}
+        errors_of_package: dict[str, dict[str, dict]] = {}
         for cell in sections.get("accuracy", {"cells": []})["cells"]:
             if "errors" in cell:
-                found.setdefault(cell["package"], {})[cell["case"]] = cell["errors"]
-        both = set.intersection(*map(set, found.values())) if found else ()
-        for package, errors in found.items():
+                errors_of_package.setdefault(cell["package"], {})[cell["case"]] = cell["errors"]
+        both = set.intersection(*map(set, errors_of_package.values())) if errors_of_package else ()
+        for package, errors in errors_of_package.items():
             # Gates of -50 leave a gradient of about e^-50, whose relative error means nothing.
             worst = [max(errors[case][x] for case in both if x != "dg" or "underflow" not in case) for x in tensors]
             rows.append([f"{card}: {PACKAGES.get(package, package)}", *(f"{x:.1e}" for x in worst)])
@@ -340,15 +340,17 @@ def overview(data: dict) -> str:
     rows = []
     for name in OVERVIEW:
         for other in CALLS[name].theirs:
-            found = [(card, ratios_of(figures(sections, CALLS[name]), other)) for card, sections in data.items()]
-            dots = {card: geometric_mean(ratios) for card, ratios in found if ratios}
+            ratios_of_cards = [
+                (card, ratios_of(figures(sections, CALLS[name]), other)) for card, sections in data.items()
+            ]
+            dots = {card: geometric_mean(ratios) for card, ratios in ratios_of_cards if ratios}
             if dots and other in (*PACKAGES.values(), "vLLM/SGLang"):
                 rows.append((f"{name}: {other}" if ": " not in name else f"{name}, {other}", dots))
     rows.sort(key=lambda row: -next(iter(row[1].values())))
     left, right, top, step = 222, 410, 46, 24
     most = max(max(dots.values()) for _, dots in rows)
 
-    def place(ratio: float) -> str:
+    def x_of(ratio: float) -> str:
         return f"{left + 8 + (right - left - 50) * (ratio - 0.9) / (most - 0.9):.1f}"
 
     def text(x, y, content: str, more="") -> str:
@@ -365,15 +367,15 @@ def overview(data: dict) -> str:
             f'<circle cx="{248 + 72 * i}" cy="14" r="5" fill="{color}"/>' + text(258 + 72 * i, 18, card)
             for i, (card, color) in enumerate(colors.items())
         ),
-        f'<path d="M{place(1)} {top - 10}V{bottom - 4}" stroke="#999" stroke-dasharray="3 3"/>',
-        text(place(1), top - 14, "1", ' text-anchor="middle" fill="#666"'),
+        f'<path d="M{x_of(1)} {top - 10}V{bottom - 4}" stroke="#999" stroke-dasharray="3 3"/>',
+        text(x_of(1), top - 14, "1", ' text-anchor="middle" fill="#666"'),
     ]
     for i, (name, dots) in enumerate(rows):
         y = top + step * i + 8
         lines.append(text(left, y + 4, name, ' text-anchor="end"'))
-        lines.append(f'<path d="M{place(1)} {y}H{place(max(dots.values()))}" stroke="#ccc" stroke-width="3"/>')
-        lines += [f'<circle cx="{place(x)}" cy="{y}" r="5" fill="{colors[card]}"/>' for card, x in dots.items()]
-        x = float(place(max(dots.values()))) + 8
+        lines.append(f'<path d="M{x_of(1)} {y}H{x_of(max(dots.values()))}" stroke="#ccc" stroke-width="3"/>')
+        lines += [f'<circle cx="{x_of(x)}" cy="{y}" r="5" fill="{colors[card]}"/>' for card, x in dots.items()]
+        x = float(x_of(max(dots.values()))) + 8
         lines.append(text(f"{x:.1f}", y + 4, f"{max(dots.values()):.1f}"))
     return "\n".join([*lines, "</svg>", ""])
 

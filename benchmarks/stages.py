@@ -85,7 +85,7 @@ UNPACKED = "const char* unpacked(const LaunchConfig& config, const Code& code) {
 
 def statements(lines: list[str]) -> dict[str, range]:
     """The lines of each statement that may run twice, by a name with the number of its first line."""
-    found = {}
+    lines_of_statement = {}
     for i, line in enumerate(lines):
         if "tl::initialize_wgmma_descriptor" in line and "desc_b" in line:
             tiles = [re.search(r"\)(\w+)_s\)", x)[1] for x in lines[max(i - 2, 0) : i + 1] if "initialize_wgmma" in x]
@@ -93,29 +93,29 @@ def statements(lines: list[str]) -> dict[str, range]:
             end = next(j for j in range(begin, len(lines)) if "tl::warpgroup_commit_batch" in lines[j])
             instruction = next(x for x in lines[begin:end] if "tl::wgmma_" in x)
             result = re.findall(r"uint32_t\*>?\)?\((\w+) \+", instruction)[-1]
-            found[f"{i + 1:4} product {' '.join(tiles)} -> {result}"] = range(begin, end)
+            lines_of_statement[f"{i + 1:4} product {' '.join(tiles)} -> {result}"] = range(begin, end)
         elif (call := CALL.match(line)) and not NOT_TWICE.search(call[1]):
-            found[f"{i + 1:4} {call[1]}"] = range(i, i + 1)
-    return found
+            lines_of_statement[f"{i + 1:4} {call[1]}"] = range(i, i + 1)
+    return lines_of_statement
 
 
 def variants(source: Path, kernels: Path) -> dict[str, dict[Path, str]]:
     """The edited files of each variant, of the kernel's source and of the folder of headers."""
     lines = source.read_text().splitlines()
-    found = {"": {}}
+    edits = {"": {}}
     for name, where in statements(lines).items():
         # A product that began from zero again would be the only one.
         again = [re.sub(r"\(\(0 < \w+\) \? 1 : 0\)", "1", line) for line in lines[where.start : where.stop]]
         twice = [*lines[: where.stop], *again, *lines[where.stop :]]
-        found[name] = {source: "\n".join(twice) + "\n"}
+        edits[name] = {source: "\n".join(twice) + "\n"}
     for kernel, (file, texts) in HEADER_STATEMENTS.items():
         if not source.name.startswith(kernel):
             continue
         header = (kernels / file).read_text()
         for text in texts:
             assert header.count(text) == 1, f"{file} has {header.count(text)} lines {text}"
-            found[f"header {text}"] = {kernels / file: header.replace(text, f"{text}\n  {text}")}
-    return found
+            edits[f"header {text}"] = {kernels / file: header.replace(text, f"{text}\n  {text}")}
+    return edits
 
 
 def compile_variant(arguments: tuple[Path, str, dict[Path, str], Path]) -> dict:

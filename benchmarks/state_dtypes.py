@@ -114,9 +114,9 @@ def report(cells: list[dict]) -> None:
     for of_dtype in DTYPES:
         for cell in cells:
             if cell["state_dtype"] == of_dtype:
-                numbers = [cell[x] for x in ("o", "o_of_worst_head", "state", "state_of_worst_head")]
-                print(f"{of_dtype} {cell['tokens']:>5} tokens: o {numbers[0]:.2e} (worst head {numbers[1]:.2e}),"
-                      f" state {numbers[2]:.2e} (worst head {numbers[3]:.2e})")  # fmt: skip
+                errors = [cell[x] for x in ("o", "o_of_worst_head", "state", "state_of_worst_head")]
+                print(f"{of_dtype} {cell['tokens']:>5} tokens: o {errors[0]:.2e} (worst head {errors[1]:.2e}),"
+                      f" state {errors[2]:.2e} (worst head {errors[3]:.2e})")  # fmt: skip
 
 
 def make_parser():
