@@ -203,11 +203,11 @@ class Engine:
         """
         pages, checkpoint = self.pool.find_prefix(request.prompt) if self.prefixes else ([], NULL)
         needed = -(-(len(request.prompt) + request.new_tokens) // BLOCK)
-        taken = self.pool.allocate(1 + self.drafts, needed - len(pages))
-        if taken is None:
+        allocation = self.pool.allocate(1 + self.drafts, needed - len(pages))
+        if allocation is None:
             self.pool.release([], pages)
             return False
-        request.slots, request.pages = taken[0], pages + taken[1]
+        request.slots, request.pages = allocation[0], pages + allocation[1]
         request.computed = len(pages) * BLOCK
         if pages:  # allocate() may have released the checkpoint's slot, which still holds the state
             self.pool.copy(checkpoint, request.slots[0])
@@ -219,7 +219,7 @@ class Engine:
 
         Checkpoints are at the ends of blocks, so an unfinished prompt stops at one.
         """
-        rows, room, found = [], self.budget, {}
+        rows, room, new_prefixes = [], self.budget, {}
         for request in self.running:
             tokens = request.prompt[request.computed :]
             if len(tokens) > room:
@@ -230,11 +230,11 @@ class Engine:
             checkpoints = []
             for end in range(request.computed + BLOCK, request.computed + len(tokens) + 1, BLOCK):
                 prefix = tuple(request.prompt[:end])
-                is_new = self.prefixes and prefix not in self.pool.prefixes and prefix not in found
-                taken = self.pool.allocate(1, 0) if is_new else None
-                checkpoints.append(taken[0][0] if taken else NULL)
-                if taken:
-                    found[prefix] = request.pages[end // BLOCK - 1], checkpoints[-1]
+                is_new = self.prefixes and prefix not in self.pool.prefixes and prefix not in new_prefixes
+                allocation = self.pool.allocate(1, 0) if is_new else None
+                checkpoints.append(allocation[0][0] if allocation else NULL)
+                if allocation:
+                    new_prefixes[prefix] = request.pages[end // BLOCK - 1], checkpoints[-1]
             rows.append((request, tokens, checkpoints))
         if not rows:
             return
@@ -243,7 +243,7 @@ class Engine:
             self.counts["prefilled"] += len(tokens)
             if request.computed == len(request.prompt):
                 request.append(out[-1:], self.stop)
-        self.pool.remember(found)
+        self.pool.remember(new_prefixes)
 
     def decode(self) -> None:
         """Computes one token, and drafts, of each request whose prompt is computed; one step verifies all drafts."""
@@ -303,9 +303,9 @@ def is_tied(model: torch.nn.Module, exact: torch.nn.Module, request: Request) ->
     2 d.
     """
     tokens = torch.tensor([request.prompt + request.text], device=model.device)
-    own, true = (m(tokens).logits[0, len(request.prompt) - 1 : -1].float() for m in (model, exact))
-    gaps = true.amax(-1) - true.gather(-1, tokens[0, len(request.prompt) :, None])[:, 0]
-    return bool((gaps <= 2 * (own - true).abs().max()).all())
+    logits, exact_logits = (m(tokens).logits[0, len(request.prompt) - 1 : -1].float() for m in (model, exact))
+    gaps = exact_logits.amax(-1) - exact_logits.gather(-1, tokens[0, len(request.prompt) :, None])[:, 0]
+    return bool((gaps <= 2 * (logits - exact_logits).abs().max()).all())
 
 
 def main():
@@ -348,9 +348,9 @@ def main():
         for _ in range(3):
             engine, requests = Engine(model, **options), make_requests(text)
             seconds.append(serve(engine, requests))
-            others = [request for request, own in zip(requests, expected, strict=True) if request.text != own]
-            tied = sum(exact is not None and is_tied(model, exact, request) for request in others)
-            ties, failures = ties + tied, failures + len(others) - tied
+            different = [request for request, tokens in zip(requests, expected, strict=True) if request.text != tokens]
+            tied = sum(exact is not None and is_tied(model, exact, request) for request in different)
+            ties, failures = ties + tied, failures + len(different) - tied
         before, speed = speed, sum(len(request.text) for request in requests) / statistics.median(seconds)
         n = engine.counts
         print(

@@ -28,7 +28,7 @@ class Pool:
         linear = [layer.linear_attn for layer in model.model.layers if layer.block_type == "linear_attention"]
         gdn, full = linear[0], config.num_hidden_layers - len(linear)
         state = gdn.num_v_heads, gdn.head_v_dim, gdn.head_k_dim
-        self.place = [
+        self.layer_index = [
             config.layer_types[:i].count(kind) for i, kind in enumerate(config.layer_types)
         ]  # index among its kind
         self.states = new(slots, len(linear), *state, dtype=torch.float32)
@@ -45,9 +45,9 @@ class Pool:
                 return None
             page, slot = self.prefixes.popitem(last=False)[1]
             self.release([slot], [page])
-        taken = [self.free_slots.pop() for _ in range(slots)], [self.free_pages.pop() for _ in range(pages)]
-        self.users.update(taken[1])
-        return taken
+        allocation = [self.free_slots.pop() for _ in range(slots)], [self.free_pages.pop() for _ in range(pages)]
+        self.users.update(allocation[1])
+        return allocation
 
     def release(self, slots: list[int], pages: list[int]) -> None:
         self.free_slots += slots
@@ -58,11 +58,11 @@ class Pool:
         for x in (self.states, self.convs):
             x[to] = x[slot]
 
-    def remember(self, found: dict[tuple[int, ...], tuple[int, int]]) -> None:
+    def remember(self, new_prefixes: dict[tuple[int, ...], tuple[int, int]]) -> None:
         """Adds prefixes: the page of the last block, and the slot with the state after it."""
-        for key in reversed(found):  # the longest first: a block is forgotten before the blocks it continues
-            self.prefixes[key] = found[key]
-            self.users[found[key][0]] += 1
+        for key in reversed(new_prefixes):  # the longest first: a block is forgotten before the blocks it continues
+            self.prefixes[key] = new_prefixes[key]
+            self.users[new_prefixes[key][0]] += 1
 
     def find_prefix(self, prompt: list[int]) -> tuple[list[int], int]:
         """The pages of the longest known prefix, which get the caller as a user, and the slot of its checkpoint."""
@@ -140,7 +140,7 @@ class Step:
 
         The mask shows each token those of its request.
         """
-        pages = [x[self.pool.place[layer]] for x in (self.pool.keys, self.pool.values)]
+        pages = [x[self.pool.layer_index[layer]] for x in (self.pool.keys, self.pool.values)]
         for old, new in zip(pages, (keys, values), strict=True):
             old[:, self.entries] = new[0]
         return tuple(x[None] for x in pages)
@@ -199,10 +199,10 @@ def next_tokens(model: torch.nn.Module, step: Step) -> torch.Tensor:
     """The most likely next token after each token of the step, [T]."""
     x = model.model.embed_tokens(step.tokens)
     rotary = model.model.rotary_emb(x, step.positions[None])
-    for layer, place in zip(model.model.layers, step.pool.place, strict=True):
+    for layer, index in zip(model.model.layers, step.pool.layer_index, strict=True):
         h = layer.input_layernorm(x)
         if layer.block_type == "linear_attention":
-            h = gated_delta_net(layer.linear_attn, h, step.pool.states[:, place], step.pool.convs[:, place], step)
+            h = gated_delta_net(layer.linear_attn, h, step.pool.states[:, index], step.pool.convs[:, index], step)
         else:
             h = layer.self_attn(h, rotary, step.mask, step)[0]
         x = x + h

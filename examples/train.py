@@ -166,7 +166,7 @@ class Ranks:
         mesh = dist.device_mesh.init_device_mesh(device, (self.data, self.context), mesh_dim_names=("data", "context"))
         self.row = mesh.get_local_rank("data")
         part, rank = length // self.context, mesh.get_local_rank("context")
-        self.own = slice(rank * part, (rank + 1) * part)
+        self.columns = slice(rank * part, (rank + 1) * part)
         self.cp_context = build_cp_context(
             torch.tensor([0, length], device=device), mesh.get_group("context"), conv1d_kernel_size=4
         )
@@ -175,8 +175,8 @@ class Ranks:
         """W times the share of this rank's tokens in the loss, so that the mean over ranks is the loss."""
         row = batch[self.row : self.row + 1]
         targets = F.pad(row[:, 1:], (0, 1), value=-100)  # nothing comes after the last byte
-        logits = model(row[:, self.own], cp_context=self.cp_context, use_cache=False).logits
-        total = F.cross_entropy(logits.float().flatten(0, 1), targets[:, self.own].flatten(), reduction="sum")
+        logits = model(row[:, self.columns], cp_context=self.cp_context, use_cache=False).logits
+        total = F.cross_entropy(logits.float().flatten(0, 1), targets[:, self.columns].flatten(), reduction="sum")
         return total * dist.get_world_size() / (batch.numel() - len(batch))
 
     def mean(self, loss):

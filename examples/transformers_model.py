@@ -187,8 +187,8 @@ def compare(name, device, dtype, text, new_tokens):
 
     print(f"\n{type(model).__name__}: {linear_layers} linear of {len(model.model.layers)} layers, {dtype}")
     print(f"{'':40}{'torch':>12}{'flash_qla':>12}")
-    for what, theirs, ours in zip(("prefill", "decoding"), torch_speed, our_speed, strict=True):
-        print(f"{what + ', tokens per second':40}{theirs:12.0f}{ours:12.0f}")
+    for phase, theirs, ours in zip(("prefill", "decoding"), torch_speed, our_speed, strict=True):
+        print(f"{phase + ', tokens per second':40}{theirs:12.0f}{ours:12.0f}")
     print("relative L2 error against torch")
     for key, value in our_values.items():
         print(f"  {key:38}{'':12}{relative_error(value, torch_values[key]):12.1e}")
