@@ -233,21 +233,21 @@ def check(
 def check_gradients(actual: dict, expected: Gradients, *, dtype: torch.dtype, case: object, g_cumsum: torch.Tensor):
     """Every gradient in `actual`, by name, against the reference's; g_cumsum is that of the reference too."""
     for name, x in actual.items():
-        wanted = getattr(expected, name)
-        check(name, x, wanted, dtype=dtype, case=case, size=expected.sizes.get(name), g_cumsum=g_cumsum)
+        expected_gradient = getattr(expected, name)
+        check(name, x, expected_gradient, dtype=dtype, case=case, size=expected.sizes.get(name), g_cumsum=g_cumsum)
         # dg sums over pairs of tokens in the chunk form, and may come to zero by cancellation only.
         if name != "dg":
-            assert not x[wanted == 0].any(), f"{name}: expected exactly zero in some elements [{case}]"
+            assert not x[expected_gradient == 0].any(), f"{name}: expected exactly zero in some elements [{case}]"
 
 
 def compare(actual: dict, expected: dict, sizes: dict, *, dtype: torch.dtype, case: object) -> tuple[dict, list[str]]:
     """The relative L2 errors by name, and in words those that are over their bars."""
     errors, misses = {}, []
     for name, x in actual.items():
-        wanted, size = expected[name], sizes.get(name)
-        errors[name] = relative_error(x, wanted, size) if x.numel() else 0.0
+        expected_tensor, size = expected[name], sizes.get(name)
+        errors[name] = relative_error(x, expected_tensor, size) if x.numel() else 0.0
         try:
-            check(name, x, wanted, dtype=dtype, case=case, size=size, g_cumsum=expected["g_cumsum"])
+            check(name, x, expected_tensor, dtype=dtype, case=case, size=size, g_cumsum=expected["g_cumsum"])
         except AssertionError as miss:
             misses.append(str(miss))
     return errors, misses
@@ -283,5 +283,5 @@ def worst_errors() -> list[dict]:
 def table(rows: list[dict]) -> list[str]:
     """The rows for people, under a line that names the columns."""
     columns = "{device:6} {dtype:8} {q_dtype:8} {tensor:11} {error:8} {bar:8} {case}"
-    numbers = [{**row, "error": f"{row['error']:.2e}", "bar": f"{row['bar']:.2e}"} for row in rows]
-    return [columns.format(**row) for row in (dict(zip(ROW, ROW, strict=True)) | {"q_dtype": "q"}, *numbers)]
+    formatted = [{**row, "error": f"{row['error']:.2e}", "bar": f"{row['bar']:.2e}"} for row in rows]
+    return [columns.format(**row) for row in (dict(zip(ROW, ROW, strict=True)) | {"q_dtype": "q"}, *formatted)]

@@ -19,16 +19,16 @@ def run_begin_finish(
     """The outputs of both passes by name, and the maps of the forward and of the backward. `of_first` is what begin is
     given instead."""
     of_first = of_first or {}
-    given = {"output_final_state": True, "map_sequences": sequences} | arguments
-    maps, workspace, o = by_name(BEGIN[0], given | of_first)
-    final_state = by_name(FINISH[0], given | {"workspace": workspace, "o": o})
+    op_arguments = {"output_final_state": True, "map_sequences": sequences} | arguments
+    maps, workspace, o = by_name(BEGIN[0], op_arguments | of_first)
+    final_state = by_name(FINISH[0], op_arguments | {"workspace": workspace, "o": o})
     outputs = {"o": o, "final_state": final_state}
 
-    given |= {"g": None, "g_raw": arguments["g"]}
-    reverse_maps, workspace, *of_tokens = by_name(BEGIN[1], given | of_first)
+    op_arguments |= {"g": None, "g_raw": arguments["g"]}
+    reverse_maps, workspace, *of_tokens = by_name(BEGIN[1], op_arguments | of_first)
     gradients = dict(zip(("dq", "dk", "dv", "db", "dg"), of_tokens, strict=True))
-    by_name(REPLAY, given | {"workspace": workspace})
-    sums = by_name(FINISH[1], given | gradients | {"workspace": workspace})
+    by_name(REPLAY, op_arguments | {"workspace": workspace})
+    sums = by_name(FINISH[1], op_arguments | gradients | {"workspace": workspace})
     for name, x in zip(("dh0", "dA_log", "ddt_bias"), sums, strict=True):
         if x.numel() or (name == "dh0" and arguments["initial_state"] is not None):
             gradients[name] = x
@@ -37,16 +37,16 @@ def run_begin_finish(
 
 def of_sequences(arguments: dict, sequences: list[int]) -> dict:
     """The arguments of a call of these sequences alone."""
-    found, offsets = dict(arguments), arguments["cu_seqlens"]
+    selected, offsets = dict(arguments), arguments["cu_seqlens"]
     along, rows = 0, torch.tensor(sequences, device=arguments["q"].device)
     if offsets is not None:
         along, rows = 1, torch.cat([torch.arange(*offsets[n : n + 2].tolist()) for n in sequences]).to(rows.device)
-        found["cu_seqlens"] = torch.nn.functional.pad(offsets.diff()[sequences].cumsum(0), (1, 0))
+        selected["cu_seqlens"] = torch.nn.functional.pad(offsets.diff()[sequences].cumsum(0), (1, 0))
     for name in ("q", "k", "v", "g", "beta", "do"):
-        found[name] = arguments[name].index_select(along, rows)
+        selected[name] = arguments[name].index_select(along, rows)
     for name in ("initial_state", "dht"):
-        found[name] = None if arguments[name] is None else arguments[name][sequences]
-    return found
+        selected[name] = None if arguments[name] is None else arguments[name][sequences]
+    return selected
 
 
 def with_identities(arguments: dict) -> dict:

@@ -212,10 +212,10 @@ def with_gaps(x: torch.Tensor, number: int, start: int = 8) -> torch.Tensor:
 
 def restride_tokens(tensors: dict, kind: str) -> dict:
     """The same of q, k, v and others. Slices of q, k and v are of one tensor."""
-    found = {name: restride(x, kind, number) for number, (name, x) in enumerate(tensors.items())}
+    restrided = {name: restride(x, kind, number) for number, (name, x) in enumerate(tensors.items())}
     if kind == "slices":
-        found |= zip("qkv", as_slices([tensors[name] for name in "qkv"]), strict=True)
-    return found
+        restrided |= zip("qkv", as_slices([tensors[name] for name in "qkv"]), strict=True)
+    return restrided
 
 
 def shapes(case: Case) -> tuple[int, int, int]:
@@ -373,9 +373,9 @@ def run_packed(inputs: dict, do: torch.Tensor, dht: torch.Tensor | None = None) 
     """What the two ops of chunk_gated_delta_rule_packed return, by name."""
     arguments = packed(inputs)
     o, final_state = torch.ops.flash_qla.chunk_gated_delta_rule_packed(**arguments, output_final_state=True)
-    found = torch.ops.flash_qla.chunk_gated_delta_rule_packed_bwd(**arguments, do=do, dht=dht)
+    results = torch.ops.flash_qla.chunk_gated_delta_rule_packed_bwd(**arguments, do=do, dht=dht)
     of_others = {"db": "beta", "dg": "g", "dh0": "initial_state", "dA_log": "A_log", "ddt_bias": "dt_bias"}
-    gradients = dict(zip(("dmixed_qkv", *of_others), found, strict=True))
+    gradients = dict(zip(("dmixed_qkv", *of_others), results, strict=True))
     gradients = split_gradient(gradients.pop("dmixed_qkv"), inputs) | gradients
     missing = [name for name, of in of_others.items() if inputs.get(of) is None]
     return {"o": o, "final_state": final_state} | {x: y for x, y in gradients.items() if x not in missing}

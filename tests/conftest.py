@@ -158,8 +158,8 @@ def package(tmp_path_factory) -> str:
 
     def build(folder: Path) -> None:
         command = [sys.executable, root / "emulator/build.py", root / "build/emulator"]
-        found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-        (folder / "package").symlink_to(found)
+        path = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+        (folder / "package").symlink_to(path)
 
     return str((filled_once(tmp_path_factory, "emulator", build) / "package").resolve())
 

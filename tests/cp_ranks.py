@@ -42,13 +42,13 @@ def rows_of(lengths: tuple[int, ...], parts: list[tuple[int, int]]) -> list[tupl
     return rows
 
 
-def assert_near(name: str, found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> None:
+def assert_near(name: str, actual: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> None:
     """On the CPU, in fp64, as close as given. On the GPU either may be a bar away from the truth."""
-    if found.is_cuda:
+    if actual.is_cuda:
         bar = GRADIENT_BF16_BARS.get(name, BARS[torch.bfloat16])
-        assert relative_error(found, expected.double()) < 2 * bar, name
+        assert relative_error(actual, expected.double()) < 2 * bar, name
     else:
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
 def cut(x: torch.Tensor, layout: str, group=None) -> torch.Tensor:
@@ -66,18 +66,18 @@ def local_case(case: Case, layout: str, device: str, kernel_size: int | None = N
     group = group or dist.group.WORLD
     total = inputs["q"].shape[1]
     rows = rows_of(case.lengths, parts_of(total, group.size(), group.rank(), layout))
-    numbers = [n for n, _, _ in rows]
+    sequences = [n for n, _, _ in rows]
     begins, ends = (torch.tensor([row[i] for row in rows], device=device).bool()[:, None, None, None] for i in (1, 2))
     for name in ("q", "k", "v", "g", "beta"):
         inputs[name] = cut(inputs[name], layout, group)
     gradients["do"] = cut(gradients["do"], layout, group)
     if inputs["initial_state"] is not None:
-        inputs["initial_state"] = inputs["initial_state"][numbers].where(begins, float("nan"))
+        inputs["initial_state"] = inputs["initial_state"][sequences].where(begins, float("nan"))
     if gradients["dht"] is not None:
-        gradients["dht"] = gradients["dht"][numbers].where(ends, 0)
+        gradients["dht"] = gradients["dht"][sequences].where(ends, 0)
     num_tokens = total if case.padding else None
     inputs["cp_context"] = build_cp_context(cu_seqlens, group, kernel_size, layout=layout, num_tokens=num_tokens)
-    assert inputs["cp_context"].sequences == tuple(numbers)
+    assert inputs["cp_context"].sequences == tuple(sequences)
     return inputs, gradients
 
 
@@ -93,10 +93,10 @@ def run_backward(
 ) -> dict:
     """The low-level backward with all gradients."""
     used = [(o, gradients["do"])] + [(final_state, gradients["dht"])] * (gradients["dht"] is not None)
-    found = torch.autograd.grad(
+    grads = torch.autograd.grad(
         [x for x, _ in used], list(leaves.values()), [dx for _, dx in used], retain_graph=retain_graph
     )
-    named = {ALL_GRADIENTS_OF[name]: dx for name, dx in zip(leaves, found, strict=True)}
+    named = {ALL_GRADIENTS_OF[name]: dx for name, dx in zip(leaves, grads, strict=True)}
     return {"o": o.detach(), "final_state": final_state.detach()} | named
 
 
@@ -126,15 +126,15 @@ def all_cases(cases: list[Case], device: str) -> dict:
     for case, layout in itertools.product(cases, LAYOUTS):
         inputs, gradients = local_case(case, layout, device)
         with CountGathers() as gathers:
-            found = run(inputs, gradients)
+            results = run(inputs, gradients)
         assert gathers.count == (2 if dist.get_world_size() > 1 else 0)
         again = run(inputs, gradients)
-        assert all(torch.equal(x, again[name]) for name, x in found.items()), "other bits the second time"
+        assert all(torch.equal(x, again[name]) for name, x in results.items()), "other bits the second time"
         with torch.inference_mode():
             o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
         if device == "cpu":  # on the GPU these may be other kernels
-            assert torch.equal(o, found["o"]) and torch.equal(final_state, found["final_state"])
-        outputs[case, layout] = {name: x.cpu() for name, x in found.items()}
+            assert torch.equal(o, results["o"]) and torch.equal(final_state, results["final_state"])
+        outputs[case, layout] = {name: x.cpu() for name, x in results.items()}
     return outputs
 
 
@@ -145,8 +145,8 @@ def compiled(case: Case, device: str, backend: str) -> None:
         torch._dynamo.reset()
         inputs, gradients = local_case(case, layout, device)
         function = torch.compile(flash_qla.chunk_gated_delta_rule, fullgraph=True, backend=backend)
-        found, expected = run(inputs, gradients, function), run(inputs, gradients)
-        assert all(torch.equal(x, expected[name]) for name, x in found.items()), layout
+        actual, expected = run(inputs, gradients, function), run(inputs, gradients)
+        assert all(torch.equal(x, expected[name]) for name, x in actual.items()), layout
 
 
 def compiled_for_other_lengths(cases: list[Case], device: str, backend: str) -> None:
@@ -156,9 +156,9 @@ def compiled_for_other_lengths(cases: list[Case], device: str, backend: str) -> 
     for i, case in enumerate(cases):
         inputs, gradients = local_case(case, "contiguous", device)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            found = run(inputs, gradients, function)
+            actual = run(inputs, gradients, function)
         expected = run(inputs, gradients)
-        assert all(torch.equal(x, expected[name]) for name, x in found.items())
+        assert all(torch.equal(x, expected[name]) for name, x in actual.items())
 
 
 def compiled_halo(case: Case, device: str, backend: str) -> None:
@@ -173,8 +173,8 @@ def compiled_halo(case: Case, device: str, backend: str) -> None:
 
         x = inputs["v"].requires_grad_()
         compiled = torch.compile(function, fullgraph=True, backend=backend)
-        (found,), (expected,) = (torch.autograd.grad(f(x), x) for f in (compiled, function))
-        torch.testing.assert_close(found, expected)
+        (actual,), (expected,) = (torch.autograd.grad(f(x), x) for f in (compiled, function))
+        torch.testing.assert_close(actual, expected)
 
 
 def captured(case: Case, layout: str) -> None:
@@ -183,12 +183,12 @@ def captured(case: Case, layout: str) -> None:
     expected = [run(inputs, gradients)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread of its own
-        found = run(inputs, gradients)
+        actual = run(inputs, gradients)
     inputs["v"].neg_()
     expected.append(run(inputs, gradients))
     for i in (1, 0):
         graph.replay()
-        assert all(torch.equal(x, expected[i][name]) for name, x in found.items())
+        assert all(torch.equal(x, expected[i][name]) for name, x in actual.items())
         inputs["v"].neg_()
 
 
@@ -215,15 +215,15 @@ def states_between_ranks(case: Case) -> None:
     local, _ = local_case(case, "contiguous", "cpu")
     if rank == 0:
         local["initial_state"] = inputs["initial_state"].detach()
-    found = run(local, {"do": cut(gradients["do"], "contiguous"), "dht": gradients["dht"]})
-    torch.testing.assert_close(found["final_state"], states[rank + 1], rtol=1e-10, atol=1e-10)
+    actual = run(local, {"do": cut(gradients["do"], "contiguous"), "dht": gradients["dht"]})
+    torch.testing.assert_close(actual["final_state"], states[rank + 1], rtol=1e-10, atol=1e-10)
     for name, dx in zip(tensors, expected, strict=True):
         if name != "initial_state":
-            torch.testing.assert_close(found[ALL_GRADIENTS_OF[name]], cut(dx, "contiguous"), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(actual[ALL_GRADIENTS_OF[name]], cut(dx, "contiguous"), rtol=1e-10, atol=1e-10)
         elif rank == 0:
-            torch.testing.assert_close(found["dh0"], dx, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(actual["dh0"], dx, rtol=1e-10, atol=1e-10)
         else:
-            assert not found["dh0"].any()
+            assert not actual["dh0"].any()
 
 
 def partly(case: Case) -> None:
@@ -275,20 +275,20 @@ def check_gradients_that_are_none(case: Case, layout: str, device: str, backend:
     context = inputs["cp_context"]
     halo_weights = torch.ones(len(context._parts), 1, 1, 1, device=device)
     weights = {"o": gradients["do"], "state": gradients["dht"], "halo": halo_weights}
-    wanted = (("o", "halo"), (), ("state", "halo"))[dist.get_rank()]
+    weighted = (("o", "halo"), (), ("state", "halo"))[dist.get_rank()]
     leaves = {name: inputs[name].clone().requires_grad_() for name in ("q", "k", "v", "g", "beta")}
 
     def loss(of_others):
         o, state = flash_qla.chunk_gated_delta_rule(**inputs | leaves, output_final_state=True)
         outputs = {"o": o, "state": state, "halo": exchange_halo(leaves["v"], context)}
-        return sum((x * weights[name]).sum() if name in wanted else of_others(x) for name, x in outputs.items())
+        return sum((x * weights[name]).sum() if name in weighted else of_others(x) for name, x in outputs.items())
 
     def gradients_of(function, of_others):
         return torch.autograd.grad(function(of_others), list(leaves.values()), materialize_grads=True)
 
     function = loss if backend is None else torch.compile(loss, fullgraph=True, backend=backend)
-    found, expected = gradients_of(function, WithoutGradient.apply), gradients_of(loss, lambda x: 0 * x.sum())
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    actual, expected = gradients_of(function, WithoutGradient.apply), gradients_of(loss, lambda x: 0 * x.sum())
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def gradients_on_one_rank(case: Case, function: str, device: str = "cpu") -> None:
@@ -332,9 +332,9 @@ def check_halos(lengths: tuple[int, ...], padding: int, widths: tuple[int, ...],
 
         context = build_cp_context(cu_seqlens, conv1d_kernel_size=width, layout=layout, num_tokens=total)
         local = cut(x, layout).to(device).requires_grad_()
-        found = exchange_halo(local, context)
-        (gradient,) = torch.autograd.grad(found, local, weights[dist.get_rank()].to(device))
-        assert torch.equal(found.cpu(), expected[dist.get_rank()])
+        actual = exchange_halo(local, context)
+        (gradient,) = torch.autograd.grad(actual, local, weights[dist.get_rank()].to(device))
+        assert torch.equal(actual.cpu(), expected[dist.get_rank()])
         torch.testing.assert_close(gradient.cpu(), cut(dx, layout), rtol=1e-12, atol=1e-12)
 
 
@@ -352,9 +352,9 @@ def convolved(case: Case, width: int, device: str) -> None:
 
     inputs["v"] = convolve(leaves[0], exchange_halo(leaves[0], inputs["cp_context"]))
     whole["v"] = convolve(leaves[1], leaves[1].new_zeros(1, width - 1, *leaves[1].shape[2:]))
-    found, expected = (flash_qla.chunk_gated_delta_rule(**x)[0] for x in (inputs, whole))
-    assert_near("o", found, cut(expected, "contiguous"), rtol=1e-10, atol=1e-10)
-    gradients = (torch.autograd.grad(o.square().sum(), x)[0] for o, x in zip((found, expected), leaves, strict=True))
+    actual, expected = (flash_qla.chunk_gated_delta_rule(**x)[0] for x in (inputs, whole))
+    assert_near("o", actual, cut(expected, "contiguous"), rtol=1e-10, atol=1e-10)
+    gradients = (torch.autograd.grad(o.square().sum(), x)[0] for o, x in zip((actual, expected), leaves, strict=True))
     assert_near("dv", next(gradients), cut(next(gradients), "contiguous"), rtol=1e-10, atol=1e-10)
 
 
@@ -388,10 +388,10 @@ def region(case: Case, device: str) -> None:
         context = build_cp_context(offsets, dist.group.WORLD, 4, layout=layout, num_tokens=num_tokens)
         local = {x: cut(y, layout) for x, y in tokens.items()} | parameters
         local = {x: y.clone().requires_grad_() for x, y in local.items()}
-        found, state, window = flash_qla.gated_delta_net(**local, **heads, cp_context=context, output_final_state=True)
+        actual, state, window = flash_qla.gated_delta_net(**local, **heads, cp_context=context, output_final_state=True)
         assert state.shape[0] == window.shape[0] == context.num_seqs
-        assert_near("y", found, cut(expected, layout), rtol=1e-9, atol=1e-9)
-        gradients = torch.autograd.grad(found, list(local.values()), cut(weight, layout))
+        assert_near("y", actual, cut(expected, layout), rtol=1e-9, atol=1e-9)
+        gradients = torch.autograd.grad(actual, list(local.values()), cut(weight, layout))
         for name, ours, all_of_them in zip(local, gradients, expected_gradients, strict=True):
             if name in tokens:
                 assert_near(f"d{name}", ours, cut(all_of_them, layout), rtol=1e-9, atol=1e-9)

@@ -48,16 +48,16 @@ def make_mesh(placement: str):
     return init_device_mesh(device_of_ranks(), shape)
 
 
-def assert_same(name: str, found: torch.Tensor, expected: torch.Tensor, is_sum: bool = False) -> None:
+def assert_same(name: str, actual: torch.Tensor, expected: torch.Tensor, is_sum: bool = False) -> None:
     """The same bits on the CPU, but for sums over ranks. The GPU's kernels are chosen by the numbers of heads and
     sequences, so either result may be a bar away from the truth."""
-    if found.is_cuda:
-        bar = CUMSUM_BARS[found.dtype] if name == "g_cumsum" else GRADIENT_BF16_BARS.get(name, BARS[torch.bfloat16])
-        assert relative_error(found, expected.double()) < 2 * bar, name
+    if actual.is_cuda:
+        bar = CUMSUM_BARS[actual.dtype] if name == "g_cumsum" else GRADIENT_BF16_BARS.get(name, BARS[torch.bfloat16])
+        assert relative_error(actual, expected.double()) < 2 * bar, name
     elif is_sum:
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     else:
-        assert torch.equal(found, expected), name
+        assert torch.equal(actual, expected), name
 
 
 def distributed(tensors: dict, mesh, placement: str) -> dict:
@@ -75,8 +75,8 @@ def step(inputs: dict, gradients: dict) -> dict:
     is_packed = "mixed_qkv" in inputs
     function = flash_qla.chunk_gated_delta_rule_packed if is_packed else flash_qla.chunk_gated_delta_rule
     o, final_state = function(**inputs | leaves, output_final_state=True)
-    found = torch.autograd.grad((o, final_state), list(leaves.values()), (gradients["do"], gradients["dht"]))
-    named = {GRADIENT_OF[name]: dx for name, dx in zip(leaves, found, strict=True)}
+    grads = torch.autograd.grad((o, final_state), list(leaves.values()), (gradients["do"], gradients["dht"]))
+    named = {GRADIENT_OF[name]: dx for name, dx in zip(leaves, grads, strict=True)}
     return {"o": o.detach(), "final_state": final_state.detach()} | named
 
 
@@ -97,15 +97,15 @@ def training(cases: tuple[Case, ...], placement: str) -> int:
 def check_step(inputs: dict, gradients: dict, local: dict, local_gradients: dict, placement: str) -> None:
     expected = step(inputs, gradients)
     with CommDebugMode() as communication:
-        found = step(local, local_gradients)
+        actual = step(local, local_gradients)
     assert communication.get_total_counts() == 0
     sources = {dx: name for name, dx in GRADIENT_OF.items()} | {"o": "o", "final_state": "final_state"}
-    for name, x in found.items():
-        wanted = placements_of(sources[name], placement)
+    for name, x in actual.items():
+        expected_placements = placements_of(sources[name], placement)
         if name in ("dA_log", "ddt_bias") and placement in ("batch", "both"):
-            wanted[0] = Partial()
-        assert list(x.placements) == wanted, name
-        assert_same(name, x.full_tensor(), expected[name], is_sum=Partial() in wanted)
+            expected_placements[0] = Partial()
+        assert list(x.placements) == expected_placements, name
+        assert_same(name, x.full_tensor(), expected[name], is_sum=Partial() in expected_placements)
 
 
 @torch.no_grad()
@@ -122,15 +122,15 @@ def check_low_level(inputs: dict, gradients: dict, local: dict, local_gradients:
             else:
                 assert list(x.placements) == placements_of(name, placement), (name, x.placements)
                 assert_same(name, x.full_tensor(), whole)
-        found = []
+        grads = []
         for x, dx, (g, A, *_) in zip((inputs, local), (gradients, local_gradients), results, strict=True):
             g_raw = x["g"] if x.get("use_gate_in_kernel") else None
             arguments = x | {"g": g, "A": A, "g_raw": g_raw, "do": dx["do"], "dht": dx["dht"] if with_states else None}
-            found.append(flash_qla.chunk_gated_delta_rule_bwd(**arguments))
+            grads.append(flash_qla.chunk_gated_delta_rule_bwd(**arguments))
         backward = op_of("chunk_gated_delta_rule_bwd")  # whose empty results are not shards
         results = backward(**{x.name: arguments[x.name] for x in backward._schema.arguments if x.name in arguments})
         assert all(placement == Replicate() for x in results if not x.numel() for placement in x.placements)
-        for name, whole, x in zip(ALL_GRADIENTS_OF.values(), *found, strict=False):
+        for name, whole, x in zip(ALL_GRADIENTS_OF.values(), *grads, strict=False):
             if whole is None:
                 assert x is None
             else:
@@ -144,19 +144,19 @@ def norm(placement: str) -> None:
     whole = [torch.randn(4, 7, 2, 64, generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)]
     whole.append(torch.linspace(-1, 1, 64, device=device))
     local = [distribute_tensor(x, mesh, tokens if x.dim() == 4 else [Replicate()]) for x in whole]
-    found = []
+    results = []
     for o, z, dy, weight in (whole, local):
         leaves = [x.detach().requires_grad_() for x in (o, z, weight)]
         with CommDebugMode() as communication:
             y = flash_qla.gated_rms_norm(*leaves)
-            found.append((y.detach(), *torch.autograd.grad(y, leaves, dy)))
+            results.append((y.detach(), *torch.autograd.grad(y, leaves, dy)))
         assert communication.get_total_counts() == 0
-    for x, wanted in zip(found[1][:3], found[0][:3], strict=True):
-        assert list(x.placements) == tokens and torch.equal(x.full_tensor(), wanted)
-    assert list(found[1][3].placements) == [Replicate() if tokens == [Replicate()] else Partial()]
-    torch.testing.assert_close(found[1][3].full_tensor(), found[0][3], rtol=1e-5, atol=1e-5)
+    for x, expected in zip(results[1][:3], results[0][:3], strict=True):
+        assert list(x.placements) == tokens and torch.equal(x.full_tensor(), expected)
+    assert list(results[1][3].placements) == [Replicate() if tokens == [Replicate()] else Partial()]
+    torch.testing.assert_close(results[1][3].full_tensor(), results[0][3], rtol=1e-5, atol=1e-5)
     by_channels = [distribute_tensor(x, mesh, [Shard(3)]) for x in whole[:2]]  # moved: a row needs all its channels
-    assert torch.equal(flash_qla.gated_rms_norm(*by_channels, local[3]).full_tensor(), found[0][0])
+    assert torch.equal(flash_qla.gated_rms_norm(*by_channels, local[3]).full_tensor(), results[0][0])
 
 
 def convolution(placement: str) -> None:
@@ -177,15 +177,15 @@ def convolution(placement: str) -> None:
     expected = step(tensors, gradients)
     local = [distributed(x, mesh, placement) for x in (tensors, gradients)]
     with CommDebugMode() as communication:
-        found = step(*local)
+        actual = step(*local)
     assert communication.get_total_counts() == 0
-    for name, x, wanted in zip(("y", "final_state", *tensors), found, expected, strict=True):
+    for name, x, expected_tensor in zip(("y", "final_state", *tensors), actual, expected, strict=True):
         is_sum = name in ("weight", "bias") and placement == "batch"
         assert list(x.placements) == ([Partial()] if is_sum else placements_of(name, placement)), name
         if is_sum:  # rounded to bf16 on each rank
-            torch.testing.assert_close(x.full_tensor(), wanted, rtol=2e-2, atol=2e-1)
+            torch.testing.assert_close(x.full_tensor(), expected_tensor, rtol=2e-2, atol=2e-1)
         else:
-            assert torch.equal(x.full_tensor(), wanted), name
+            assert torch.equal(x.full_tensor(), expected_tensor), name
 
 
 def compiled(case: Case, placement: str) -> None:
@@ -203,8 +203,8 @@ def compiled(case: Case, placement: str) -> None:
     results = []
     for f in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
         outputs = f(**inputs | leaves)
-        found = torch.autograd.grad(outputs, list(leaves.values()), (gradients["do"], gradients["dht"]))
-        results.append([x.full_tensor() for x in (*outputs, *found)])
+        grads = torch.autograd.grad(outputs, list(leaves.values()), (gradients["do"], gradients["dht"]))
+        results.append([x.full_tensor() for x in (*outputs, *grads)])
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
@@ -215,8 +215,8 @@ def partial_gradients(case: Case) -> None:
     inputs, gradients = make_inputs(case, device), make_gradients(case, device)
     expected = step(inputs, gradients)
     local, local_gradients = (distributed(x, mesh, "replicas") for x in (inputs, gradients))
-    own = gradients["do"] if mesh.get_local_rank() == 0 else torch.zeros_like(gradients["do"])
-    local_gradients["do"] = DTensor.from_local(own, mesh, [Partial()])
+    local_do = gradients["do"] if mesh.get_local_rank() == 0 else torch.zeros_like(gradients["do"])
+    local_gradients["do"] = DTensor.from_local(local_do, mesh, [Partial()])
     for name, x in step(local, local_gradients).items():
         assert_same(name, x.full_tensor(), expected[name])
 
@@ -358,9 +358,9 @@ def with_context() -> None:
     plan = dict.fromkeys(("q", "k", "v", "g", "beta"), columns) | {"out": RowwiseParallel()}
     parallelize_module(block, make_mesh("heads"), plan)
     assert all(isinstance(x, DTensor) for x in itertools.islice(block.parameters(), 3))
-    found = block(x)
-    found.square().sum().backward()
-    of_both = {"output": (found, expected)} | {
+    actual = block(x)
+    actual.square().sum().backward()
+    of_both = {"output": (actual, expected)} | {
         name: (parameter.grad.full_tensor(), gradients[name]) for name, parameter in block.named_parameters()
     }
     for name, (one, other) in of_both.items():

@@ -57,8 +57,8 @@ def moved(arguments: dict, device: str) -> dict:
     return {name: move(x) for name, x in arguments.items()}
 
 
-def indices(numbers: list) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
+def indices(values: list) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def update_inputs(inputs: dict) -> dict:
@@ -69,9 +69,9 @@ def update_inputs(inputs: dict) -> dict:
     names = ("q", "k", "v")
     mixed = torch.cat([inputs[name].flatten(2) for name in names], -1)
     parts = mixed.split([inputs[name].shape[2:].numel() for name in names], -1)
-    found = {name: part.unflatten(-1, inputs[name].shape[2:]) for name, part in zip(names, parts, strict=True)}
-    found |= {name: inputs[name].flatten(0, 1) for name in ("a", "b")}
-    return found | {name: inputs[name] for name in ("A_log", "dt_bias", "cu_seqlens", "use_qk_l2norm_in_kernel")}
+    arguments = {name: part.unflatten(-1, inputs[name].shape[2:]) for name, part in zip(names, parts, strict=True)}
+    arguments |= {name: inputs[name].flatten(0, 1) for name in ("a", "b")}
+    return arguments | {name: inputs[name] for name in ("A_log", "dt_bias", "cu_seqlens", "use_qk_l2norm_in_kernel")}
 
 
 def expected_of(inputs: dict, slots: torch.Tensor, null_index: int, **options) -> tuple:
@@ -92,10 +92,10 @@ def expected_of(inputs: dict, slots: torch.Tensor, null_index: int, **options) -
 
 def tokens_of(inputs: dict, of: torch.Tensor) -> torch.Tensor:
     """[B, T], bool: the tokens of these sequences."""
-    found = torch.zeros(inputs["q"].shape[:2], dtype=torch.bool)
-    for (row, begin, end), wanted in zip(decoding.extents(inputs), of, strict=True):
-        found[row, begin:end] = wanted
-    return found
+    mask = torch.zeros(inputs["q"].shape[:2], dtype=torch.bool)
+    for (row, begin, end), is_selected in zip(decoding.extents(inputs), of, strict=True):
+        mask[row, begin:end] = is_selected
+    return mask
 
 
 def check_beside(ours: torch.Tensor, theirs: torch.Tensor, before: torch.Tensor) -> None:
@@ -161,14 +161,14 @@ def check_refuses(function: Callable, arguments: dict, pool: torch.Tensor, chang
 
 def recorded_calls(integration: types.ModuleType) -> list:
     """Parameters of a test: our function with a release's signature, and a call that layers of the release make."""
-    engine, found = engine_of(integration), {}
+    engine, releases_by_call = engine_of(integration), {}
     for release in RECORDED[engine]:
         for path in LAYERS[engine]:
             for name, calls in release["signatures"][path].items():
                 for call in calls or ():
                     key = (path.removesuffix(".py").replace("/", "."), name, call)
                     key = (*key, signature_of(release["signatures"], name))
-                    found.setdefault(key, []).extend(release["releases"])
+                    releases_by_call.setdefault(key, []).extend(release["releases"])
     functions = integration._replacement.functions
     return [
         pytest.param(
@@ -176,7 +176,7 @@ def recorded_calls(integration: types.ModuleType) -> list:
             call,
             id=f"{name} of {releases[0]} to {releases[-1]}",
         )
-        for (path, name, call, signature), releases in found.items()
+        for (path, name, call, signature), releases in releases_by_call.items()
     ]
 
 
@@ -231,8 +231,8 @@ def check_convolution(function: Callable, device: str, arguments: dict, null_ind
         if slot > null_index:
             expected[slot] = windows[n]
     call = {name: tensors.get(id(x), x) for name, x in call.items()}
-    found = function(**call)
-    assert found.shape == arguments["x"].shape and torch.equal(found, y[0].T)
+    actual = function(**call)
+    assert actual.shape == arguments["x"].shape and torch.equal(actual, y[0].T)
     assert torch.equal(call["conv_states"], expected)
 
 
@@ -263,13 +263,13 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "flash_qla":
             schema = func._schema
-            found = {x.name: x.default_value for x in schema.arguments if x.has_default_value()}
-            found |= dict(zip([x.name for x in schema.arguments], args, strict=False)) | kwargs
-            for name, x in found.items():
+            arguments = {x.name: x.default_value for x in schema.arguments if x.has_default_value()}
+            arguments |= dict(zip([x.name for x in schema.arguments], args, strict=False)) | kwargs
+            for name, x in arguments.items():
                 if isinstance(x, torch.Tensor):
                     is_read = name not in ("out", "h")  # of those only the memory counts
-                    found[name] = x.clone() if is_read else (x.shape, x.dtype)
-            self.calls.append((schema.name.removeprefix("flash_qla::"), found))
+                    arguments[name] = x.clone() if is_read else (x.shape, x.dtype)
+            self.calls.append((schema.name.removeprefix("flash_qla::"), arguments))
         return func(*args, **kwargs)
 
 
@@ -321,13 +321,13 @@ def signature_of(signatures: dict, name: str) -> str:
 
 def sources_of(engine: str, signatures: dict) -> dict[str, str]:
     """{module: its source}: stand-ins for the modules of a release's layers, by its entry in signatures.json."""
-    found = {}
+    sources = {}
     for path, names in LAYERS[engine].items():
         there = [name for name in names if signatures[path][name] is not None]
         of = {name: signature_of(signatures, name) for name in there}
         lines = [f"def {name}({of[name]}): return 'theirs'" for name in there]
-        found[path.removesuffix(".py").replace("/", ".")] = "\n".join(lines) + "\n"
-    return found
+        sources[path.removesuffix(".py").replace("/", ".")] = "\n".join(lines) + "\n"
+    return sources
 
 
 def stand_ins(engine: str, monkeypatch, release: int = -1) -> dict[str, types.ModuleType]:

@@ -43,13 +43,13 @@ OF_ALL |= {f"{d}{x}" for x in ("conv_weight", "conv_bias", "norm_weight") for d 
 def convolution_arguments(cu_seqlens: torch.Tensor, seed: int, dtype, state_dtype, D: int = 24, W: int = 4) -> dict:
     """Those of the convolution's ops on packed sequences."""
     generator, N, T = torch.Generator().manual_seed(seed + 2), len(cu_seqlens) - 1, int(cu_seqlens[-1])
-    kept = int((cu_seqlens.diff() // 64).sum())
+    rows = int((cu_seqlens.diff() // 64).sum())
 
     def randn(*shape, dtype=dtype):
         return torch.randn(*shape, generator=generator).to(cu_seqlens.device, dtype)
 
     windows = {x: randn(N, D, W - 1, dtype=state_dtype) for x in ("initial_state", "dht")}
-    windows |= {x: randn(n, D, W - 1, dtype=state_dtype) for x, n in (("state_pool", SLOTS), ("checkpoints", kept))}
+    windows |= {x: randn(n, D, W - 1, dtype=state_dtype) for x, n in (("state_pool", SLOTS), ("checkpoints", rows))}
     return windows | {"x": randn(1, T, D), "dy": randn(1, T, D), "weight": randn(D, W), "bias": randn(D)}
 
 
@@ -60,9 +60,9 @@ def op_of(name: str):
 def names_of_arguments(name: str) -> list[str]:
     """The arguments of the op, and of the ops that continue it, except those that the first op computes for them."""
     names = [x.name for x in op_of(name)._schema.arguments]
-    made = {x.name for x in op_of(name)._schema.returns}
+    results = {x.name for x in op_of(name)._schema.returns}
     for later in later_ops(name):
-        names += [x.name for x in op_of(later)._schema.arguments if x.name not in {*made, *names}]
+        names += [x.name for x in op_of(later)._schema.arguments if x.name not in {*results, *names}]
     return names
 
 
@@ -83,10 +83,10 @@ def at_offset(x: torch.Tensor, elements: int) -> torch.Tensor:
 def run(name: str, arguments: dict) -> dict[str, torch.Tensor]:
     """The op's results, and what it wrote in place, of copies; by name."""
     schema = op_of(name)._schema
-    given = {x.name: arguments[x.name] for x in schema.arguments if x.name in arguments}
+    op_arguments = {x.name: arguments[x.name] for x in schema.arguments if x.name in arguments}
     in_place = {x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write}
-    written = {x: at_offset(given[x], given[x].storage_offset()) for x in in_place & given.keys()}
-    results = op_of(name)(**given | written)
+    written = {x: at_offset(op_arguments[x], op_arguments[x].storage_offset()) for x in in_place & op_arguments.keys()}
+    results = op_of(name)(**op_arguments | written)
     if not isinstance(results, tuple):
         results = () if results is None else (results,)
     return {x.name: result for x, result in zip(schema.returns, results, strict=True)} | written
@@ -122,8 +122,8 @@ class Call:
             chunks = [-(-length // 64) for length in self.lengths]
             return x[:, sum(chunks[:n]) : sum(chunks[: n + 1])]
         if name in ("checkpoints", "window_checkpoints"):
-            kept = [length // 64 for length in self.lengths]
-            return x[sum(kept[:n]) : sum(kept[: n + 1])]
+            counts = [length // 64 for length in self.lengths]
+            return x[sum(counts[:n]) : sum(counts[: n + 1])]
         if name == "maps":  # none of a sequence whose map is not asked for
             mapped = self.arguments["map_sequences"]
             i = mapped.index(n) if n in mapped else len(mapped)
@@ -188,8 +188,8 @@ def make_call(
         known |= {"mixed": known["mixed_qkv"], "a": known["g"], "b": known["beta"], "z": known["v"].flip(1)}
         known |= {"A_log": rates[0], "dt_bias": rates[1], "o": known["v"], "dy": known["do"]}
         known |= {"norm_weight": torch.randn(case.V, generator=generator).to(device)}
-        kept = (N, max(lengths), *known["window_pool"].shape[1:])
-        known |= {"intermediate_windows": torch.randn(kept, generator=generator).to(device, of_windows)}
+        window_shape = (N, max(lengths), *known["window_pool"].shape[1:])
+        known |= {"intermediate_windows": torch.randn(window_shape, generator=generator).to(device, of_windows)}
 
     def states(*outer):
         return torch.randn(*outer, case.H_v, case.V, case.K, generator=generator).to(device, state_dtype)

@@ -31,7 +31,7 @@ from options import Shape
 from reference import CHUNK
 from trials import OPS, Trial, run
 
-KEPT_BYTES = 4 << 30  # bytes of the device's memory that are kept from case to case
+CACHED_BYTES = 4 << 30  # bytes of the device's memory that are kept from case to case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,48 +155,48 @@ def run_any(trial: Trial | RegionTrial, device: str) -> dict[str, float]:
     return trial.run(device) if isinstance(trial, RegionTrial) else run(trial, device)
 
 
-def run_when_there_is_memory(trial: Trial | RegionTrial, given: argparse.Namespace) -> dict[str, float]:
-    for _ in range(30 if given.jobs > 1 else 0):  # while others may have it
+def run_when_there_is_memory(trial: Trial | RegionTrial, args: argparse.Namespace) -> dict[str, float]:
+    for _ in range(30 if args.jobs > 1 else 0):  # while others may have it
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            return run_any(trial, given.device)
+            return run_any(trial, args.device)
         torch.cuda.empty_cache()
         time.sleep(1)
-    return run_any(trial, given.device)
+    return run_any(trial, args.device)
 
 
-def results(given: argparse.Namespace, job: int = 0):
+def results(args: argparse.Namespace, job: int = 0):
     """The results of a job's trials, up to the first failure, or all with --keep-going."""
-    last = math.inf if given.cases is None else given.cases
-    for number in itertools.count(job, given.jobs) if given.case is None else (given.case,):
-        if given.case is None and (number >= last or time.monotonic() > given.end):
+    last = math.inf if args.cases is None else args.cases
+    for number in itertools.count(job, args.jobs) if args.case is None else (args.case,):
+        if args.case is None and (number >= last or time.monotonic() > args.end):
             return
-        trial = draw(given.seed, number, given.device)
+        trial = draw(args.seed, number, args.device)
         try:
-            yield Result(number, trial.op, run_when_there_is_memory(trial, given))
+            yield Result(number, trial.op, run_when_there_is_memory(trial, args))
         except Exception as error:
             missing = "not supported on the GPU yet" in str(error)
             yield Result(number, trial.op, None, None if missing else f"{trial}\n{type(error).__name__}: {error}")
-            if not missing and not given.keep_going:
+            if not missing and not args.keep_going:
                 return
-        if given.device == "cuda" and torch.cuda.memory_reserved() > KEPT_BYTES:  # others need some, too
+        if args.device == "cuda" and torch.cuda.memory_reserved() > CACHED_BYTES:  # others need some, too
             torch.cuda.empty_cache()
 
 
-def work(given: argparse.Namespace, job: int, sender) -> None:
+def work(args: argparse.Namespace, job: int, sender) -> None:
     torch.set_num_threads(1)
-    for result in results(given, job):
+    for result in results(args, job):
         sender.send(result)
 
 
-def results_of_jobs(given: argparse.Namespace):
+def results_of_jobs(args: argparse.Namespace):
     """The same of all jobs, each a process, in the order of arrival."""
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes
     context = multiprocessing.get_context("spawn")
     running, processes = {}, []  # receiver -> process, number it is at
     try:
-        for job in range(given.jobs):
+        for job in range(args.jobs):
             receiver, sender = context.Pipe(duplex=False)
-            processes.append(context.Process(target=work, args=(given, job, sender), daemon=True))
+            processes.append(context.Process(target=work, args=(args, job, sender), daemon=True))
             processes[-1].start()
             sender.close()
             running[receiver] = processes[-1], job
@@ -208,10 +208,10 @@ def results_of_jobs(given: argparse.Namespace):
                 except EOFError:
                     process.join()
                     if process.exitcode:
-                        trial = draw(given.seed, number, given.device)
+                        trial = draw(args.seed, number, args.device)
                         yield Result(number, failure=f"{trial}\nits process ended with {process.exitcode}")
                     continue
-                running[receiver] = process, result.number + given.jobs
+                running[receiver] = process, result.number + args.jobs
                 yield result
     finally:
         for process in processes:
@@ -227,29 +227,29 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="this one only, as a failure says it")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args()
+    args = parser.parse_args()
     begin = time.monotonic()
-    given.end = begin + given.seconds
+    args.end = begin + args.seconds
     worst, count, missing, failures = {}, Counter(), Counter(), []
-    for result in results(given) if given.jobs == 1 or given.case is not None else results_of_jobs(given):
+    for result in results(args) if args.jobs == 1 or args.case is not None else results_of_jobs(args):
         if result.failure is not None:
-            again = f"python tests/fuzz.py --seed {given.seed} --case {result.number} --device {given.device}"
+            again = f"python tests/fuzz.py --seed {args.seed} --case {result.number} --device {args.device}"
             print(result.failure, again, sep="\n", flush=True)
             failures.append(again)
-            if given.keep_going:
+            if args.keep_going:
                 continue
             break
         (missing if result.ratios is None else count)[result.op] += 1
         for name, ratio in (result.ratios or {}).items():
             worst[name] = max(worst.get(name, (0.0, 0)), (ratio, result.number))
     seconds = time.monotonic() - begin
-    if failures and not given.keep_going:
+    if failures and not args.keep_going:
         return 1
-    of = "" if given.cases is None or given.case is not None else f" of {given.cases}"
+    of = "" if args.cases is None or args.case is not None else f" of {args.cases}"
     failed = f" and {len(failures)} that failed" if failures else ""
     print(f"{count.total()}{of} cases in {seconds:.0f} s right{failed}: {dict(sorted(count.items()))}")
     if missing:
-        print(f"not run, as {given.device} has no such op yet: {dict(sorted(missing.items()))}")
+        print(f"not run, as {args.device} has no such op yet: {dict(sorted(missing.items()))}")
     for name, (ratio, number) in sorted(worst.items()):
         print(f"{name:30} at most {ratio:.2f} of its bar, in case {number}")
     return min(len(failures), 1)

@@ -108,7 +108,7 @@ FEW_TOKENS = ("no_tokens", "no_sequences", "empty", "one")
 def options(op: str, device: str) -> dict[str, tuple]:
     """The values of each option of a call."""
     gpu, decodes = device == "cuda", op.startswith("decode")
-    found = {
+    values = {
         "shape": tuple(shapes(op, device).values()),
         "dims": DIMS if gpu else DIMS_OF_CPU,
         "keys_and_beta": KEYS_AND_BETAS,
@@ -130,23 +130,23 @@ def options(op: str, device: str) -> dict[str, tuple]:
         "state_dtype": ANY_FLOAT,
     }
     if not decodes:
-        found["max_seqlen"] = (None, "right", "longer", "shorter", "0")
+        values["max_seqlen"] = (None, "right", "longer", "shorter", "0")
         if gpu:
-            found["forward"] = FORWARD_MODES
+            values["forward"] = FORWARD_MODES
     if op == "chunk":
-        found |= {
+        values |= {
             "initial_state": (None, *ANY_FLOAT),
             "state_scale": (0.5, 30),
             "state_v_first": BOTH,
             "auto_cp": BOTH,
             "do_strides": (*(x for x in STRIDES if x not in ("slices", "reversed_dims")), "expanded", "unused"),
             "dht": (None, *ANY_FLOAT),
-            "wanted": (tuple(ALL_GRADIENTS_OF), ("initial_state",), ("q", "beta"), ("g",), ("A_log",)),
+            "requires_grad": (tuple(ALL_GRADIENTS_OF), ("initial_state",), ("q", "beta"), ("g",), ("A_log",)),
             "with_sums": BOTH,
             "map_sequences": (None, "none", "last", "both"),
         }
-        return found | ({"backward": BACKWARD_MODES} if gpu else {})
-    found |= {
+        return values | ({"backward": BACKWARD_MODES} if gpu else {})
+    values |= {
         "state_scale": (0.5, 30),
         "index_dtype": (torch.int32, torch.int64, None),
         "null_index": (-1, 0, 3),
@@ -155,26 +155,26 @@ def options(op: str, device: str) -> dict[str, tuple]:
         "out": (None, "contiguous", "misaligned", "heads_last"),
     }
     pools = ((BF16, FP16, FP32) if gpu else ANY_FLOAT) + (FLOAT8 if op != "decode_buffered" else ())
-    found["state_dtype"] = pools
+    values["state_dtype"] = pools
     if op == "prefill":
-        return found | {
+        return values | {
             "checkpoints": CHECKPOINTS,
             "other_slots": BOTH,
             "new_requests": BOTH,
             "with_h": BOTH,
             "batch_invariant": BOTH,
         }
-    found |= {"slots": (*SLOTS, "plain"), "beta_inside": (*found["beta_inside"], "default", "2 default")}
+    values |= {"slots": (*SLOTS, "plain"), "beta_inside": (*values["beta_inside"], "default", "2 default")}
     if op == "decode_buffered":
-        return found | {
-            "dims": tuple(x for x in found["dims"] if x[0] <= 128) if gpu else found["dims"],
+        return values | {
+            "dims": tuple(x for x in values["dims"] if x[0] <= 128) if gpu else values["dims"],
             "steps": (1, 2, 3, 17, 32),
             "rounds_d": BOTH,
             "rounds_k": BOTH,
             "flush": (None, 1, 2, -1, 256),
         }
-    found |= {"style": STYLES, "state_v_first": BOTH}
-    return found | ({"flat": BOTH} if op == "decode_packed" else {})
+    values |= {"style": STYLES, "state_v_first": BOTH}
+    return values | ({"flat": BOTH} if op == "decode_packed" else {})
 
 
 def possible(op: str, device: str, row: dict) -> bool:
@@ -194,8 +194,8 @@ def possible(op: str, device: str, row: dict) -> bool:
         has(keys_and_beta=among(("long", "stable")), beta_inside=bool),
         has(keys_and_beta=lambda x: x[1] in ("two", "2"), beta_inside=among("sigmoid")),
         has(keys_and_beta=lambda x: x[1] in ("two", "2"), beta_inside=among("default"), gate_inside=bool),
-        has(initial_state=among(None), wanted=among(("initial_state",))),
-        has(gate_inside=among(None), wanted=among(("A_log",))),
+        has(initial_state=among(None), requires_grad=among(("initial_state",))),
+        has(gate_inside=among(None), requires_grad=among(("A_log",))),
         has(dht=among(None), do_strides=among("unused")),
         has(checkpoints=lambda x: x[0] % 64 != 0, with_h=bool),
         has(slots=among("plain"), style=among("slots", "accepted", "no_slots")),
@@ -223,12 +223,12 @@ def trial_of(op: str, row: dict, seed: int) -> Trial:
     shape, (H_k, H_v), (K, V), (keys, beta) = (row.pop(x) for x in ("shape", "heads", "dims", "keys_and_beta"))
     l2norm, gate_inside, beta_inside = (row.pop(x) for x in ("l2norm", "gate_inside", "beta_inside"))
     longest = max(shape.T, *shape.lengths, 0) if shape.lengths else shape.T
-    numbers = {"right": longest, "longer": longest + 100, "shorter": longest // 4, "0": 0}
+    max_seqlens = {"right": longest, "longer": longest + 100, "shorter": longest // 4, "0": 0}
     of_case = {
         "use_gate_in_kernel": gate_inside is not None,
         "use_beta_sigmoid_in_kernel": gate_inside is not None if "default" in beta_inside else beta_inside != "",
         "allow_neg_eigval": beta_inside.startswith("2"),
-        "max_seqlen": numbers.get(row.pop("max_seqlen", None)),
+        "max_seqlen": max_seqlens.get(row.pop("max_seqlen", None)),
         "state_v_first": op in ("prefill", "decode_buffered"),
     }
     if gate_inside is not None:
@@ -261,20 +261,20 @@ def rows(op: str, device: str) -> tuple[dict, ...]:
     def is_possible(some) -> bool:
         return possible(op, device, dict(zip(names, some, strict=False)))
 
-    found = [
+    table = [
         dict(zip(names, row, strict=True))
         for row in AllPairs([list(values[x]) for x in names], filter_func=is_possible)
     ]
     r = random.Random(0)
     for pair in pairs(values):  # which allpairspy leaves out if options exclude each other
-        if not any(pair.items() <= row.items() for row in found):
+        if not any(pair.items() <= row.items() for row in table):
             drawn = (draw(r, op, device, pair) for _ in range(20))
-            found += [row for row in drawn if row is not None][:1]
+            table += [row for row in drawn if row is not None][:1]
     if device == "cpu":  # where a row takes little time
         some = [shape for name, shape in shapes(op, device).items() if name not in FEW_TOKENS]
-        drawn = (draw(r, op, device, {"shape": r.choice(some)}) for _ in found[::2])
-        found += [row for row in drawn if row is not None]
-    return tuple(found)
+        drawn = (draw(r, op, device, {"shape": r.choice(some)}) for _ in table[::2])
+        table += [row for row in drawn if row is not None]
+    return tuple(table)
 
 
 def pairs(values: dict[str, tuple]):

@@ -46,9 +46,9 @@ class Patch:
         self.path, self.reason = path, text.partition("\n")[0]
         self.files = re.findall(r"^--- a/(.+)$", text, re.MULTILINE)
         self.runs = re.findall(r"^(cpu|emulator): (test_\w+\.py) -k (.+)$", text, re.MULTILINE)
-        places = {where for where, _, _ in self.runs}
-        self.builds = [LIBRARY] if "cpu" in places and any(file.startswith("csrc/") for file in self.files) else []
-        if "emulator" in places:
+        targets = {where for where, _, _ in self.runs}
+        self.builds = [LIBRARY] if "cpu" in targets and any(file.startswith("csrc/") for file in self.files) else []
+        if "emulator" in targets:
             kernels = [Path(file).stem for file in self.files if re.match(r"kernels_tl/\w+/\w+\.py", file)]
             build = [sys.executable, "-m", "build_tools.kernels", "--sources", "--only"]
             self.builds += [*([*build, name] for name in kernels), EMULATOR]
@@ -114,8 +114,8 @@ def plant(patch: Patch) -> str | None:
         if result.returncode > 1:
             raise Broken(result.stdout[-2000:])
         if result.returncode != 0:
-            found = re.search(r"^(?:FAILED|ERROR) tests/(.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
-            test = found.group(1) if found else ""
+            failure = re.search(r"^(?:FAILED|ERROR) tests/(.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
+            test = failure.group(1) if failure else ""
             if pytest(*run, CLEAN, test).returncode != 0:
                 raise Broken(f"{test or run[1]} fails without the fault, too")
             return test or f"{run[1]} crashes"

@@ -46,10 +46,10 @@ def low_level_on_ranks(cases: list[Case], device: str = "cpu") -> int:
 
         with_gate = case.use_gate_in_kernel
         arguments = inputs | {"g": g, "A": A, "do": gradients["do"], "dht": gradients["dht"], "cp_cache": cp_cache}
-        found = flash_qla.chunk_gated_delta_rule_bwd(**arguments, g_raw=inputs["g"] if with_gate else None)
-        names = list(ALL_GRADIENTS_OF.values())[: len(found)]
-        assert len(found) == (8 if with_gate else 6)
-        for name, x in zip(names, found, strict=True):
+        grads = flash_qla.chunk_gated_delta_rule_bwd(**arguments, g_raw=inputs["g"] if with_gate else None)
+        names = list(ALL_GRADIENTS_OF.values())[: len(grads)]
+        assert len(grads) == (8 if with_gate else 6)
+        for name, x in zip(names, grads, strict=True):
             if x is None:
                 assert name not in expected
             else:
@@ -65,8 +65,8 @@ def published_context_on_ranks(case: Case, device: str = "cpu") -> None:
     assert context.is_inter and context.is_intra and context.num_seqs == inputs["cp_context"].num_seqs
     expected = run(inputs, gradients)
     for published in (context, context.copy_for_backward()):
-        found = run(inputs | {"cp_context": published}, gradients)
-        assert all(torch.equal(x, expected[name]) for name, x in found.items())
+        actual = run(inputs | {"cp_context": published}, gradients)
+        assert all(torch.equal(x, expected[name]) for name, x in actual.items())
     halos = [exchange_halo(inputs["v"], x) for x in (context, inputs["cp_context"])]
     assert torch.equal(*halos)
 

@@ -18,14 +18,14 @@ def output_of(command: list[str]) -> str:
 
 def machine() -> dict:
     """The machine of this run. COMMIT names the commit where there is no git checkout."""
-    found = {"gpu": None, "gpus": 0, "driver": None, "power_limit": None}
+    gpu_info = {"gpu": None, "gpus": 0, "driver": None, "power_limit": None}
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
         cards = [line.split(", ") for line in output_of(query).splitlines()]
         _, driver, power_limit = cards[0] if cards else (None, None, None)
         visible = {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
-        found = visible | {"driver": driver, "power_limit": power_limit}
-    return found | {
+        gpu_info = visible | {"driver": driver, "power_limit": power_limit}
+    return gpu_info | {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": os.environ.get("COMMIT") or output_of(["git", "rev-parse", "HEAD"]),

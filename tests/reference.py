@@ -337,8 +337,8 @@ def activated_bwd(raw: dict, dg: torch.Tensor, db: torch.Tensor, sizes: dict, co
     g, beta = activated(**{**raw, **leaves}, dtype=dtype)
 
     def backward(of: tuple[str, ...], dg: torch.Tensor, db: torch.Tensor) -> dict:
-        found = torch.autograd.grad((g, beta), [leaves[name] for name in of], (dg, db), retain_graph=True)
-        return dict(zip(of, found, strict=True))
+        grads = torch.autograd.grad((g, beta), [leaves[name] for name in of], (dg, db), retain_graph=True)
+        return dict(zip(of, grads, strict=True))
 
     slopes = backward(("g", "beta"), torch.ones_like(dg), torch.ones_like(db))
     db_size, dg_size = sizes["db"] * slopes["beta"].abs(), sizes["dg"] * slopes["g"].abs()

@@ -94,7 +94,7 @@ def expect(
     position = torch.tensor(begins)[:, None] + torch.arange(C)
     position = position.where(position < torch.tensor(ends)[:, None], longest).flatten()  # longest: of no sequence
     filled = position < lengths
-    tokens, places = (starts + position)[filled].to(device), filled.flatten().nonzero()[:, 0].to(device)
+    tokens, chunk_rows = (starts + position)[filled].to(device), filled.flatten().nonzero()[:, 0].to(device)
     covered = filled.unflatten(1, (chunks, 1, C)).to(device)  # [N, chunks, 1, C]
 
     def rounded(x):
@@ -106,13 +106,13 @@ def expect(
     def split(x):  # [runs, B, T, H, ...] to [runs, N, chunks, H_v, C, ...]; zero beyond a sequence
         x = x.flatten(1, 2)
         zeros = x.new_zeros(len(x), N * chunks * C, *x.shape[2:])
-        x = zeros.index_copy(1, places, x.index_select(1, tokens)).unflatten(1, (N, chunks, C))
+        x = zeros.index_copy(1, chunk_rows, x.index_select(1, tokens)).unflatten(1, (N, chunks, C))
         return x.transpose(3, 4).repeat_interleave(H_v // x.shape[4], 3)
 
     def join(x):
         x = x.detach().transpose(3, 4).flatten(1, 3)
         out = x.new_zeros(len(x), B * T, *x.shape[2:])
-        return out.index_copy_(1, tokens, x.index_select(1, places)).unflatten(1, (B, T))
+        return out.index_copy_(1, tokens, x.index_select(1, chunk_rows)).unflatten(1, (B, T))
 
     q, k, v, g, beta = (split(leaves[name]) for name in ("q", "k", "v", "g", "beta"))
     flags = ("use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
@@ -242,10 +242,10 @@ class Bars:
             is_carried = self.name.startswith((*STATES, "dg"))
             carried = max(carried, self.size.max().item()) if is_carried else self.size.max()
             stored = stored + (2**-22 + segments * (torch.finfo(self.noise.dtype).eps / 4) ** 2) * carried
-        most, found = kinds[0].max, self.by_head(actual.double())  # larger numbers may be inf
+        most, values = kinds[0].max, self.by_head(actual.double())  # larger numbers may be inf
         if self.name in ("dq", "dk"):  # and results of larger numbers may be nan, see docs/support.md
-            found = torch.where(~found.isfinite() & (self.largest > most)[..., None], self.expected, found)
-        error = (found.clamp(-most, most) - self.expected.clamp(-most, most)).norm(dim=-1)
+            values = torch.where(~values.isfinite() & (self.largest > most)[..., None], self.expected, values)
+        error = (values.clamp(-most, most) - self.expected.clamp(-most, most)).norm(dim=-1)
         rows = error / (self.rows + stored)
         heads = error.norm(dim=1) / (self.heads + stored.norm(dim=1)).clamp_min(tiny)  # a norm may underflow
         return torch.maximum(rows.max(), heads.max()).nan_to_num(torch.inf, torch.inf).item()

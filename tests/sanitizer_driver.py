@@ -142,10 +142,10 @@ for name in NAMES:
     assert finite(call().values()), name
     for argument, x in call.arguments.items():
         if torch.is_tensor(x) and not x.is_floating_point():
-            for numbers, dtype in HOSTILE:
-                table = torch.tensor((numbers * x.numel())[: x.numel()], dtype=dtype).reshape(x.shape).cuda()
+            for values, dtype in HOSTILE:
+                table = torch.tensor((values * x.numel())[: x.numel()], dtype=dtype).reshape(x.shape).cuda()
                 hostile = dataclasses.replace(call, arguments=call.arguments | {argument: table})
-                assert finite(hostile().values()), (name, argument, numbers)
+                assert finite(hostile().values()), (name, argument, values)
     print("done:", name, flush=True)
 
 # Decoding: drafts, a tree, and indices that are outside

@@ -123,7 +123,7 @@ LAYERS = {
     },
 }
 # Names of numbers that are defaults
-NUMBERS = {"PAD_SLOT_ID": -1, "NULL_BLOCK_ID": 0}
+CONSTANTS = {"PAD_SLOT_ID": -1, "NULL_BLOCK_ID": 0}
 
 
 def parameters_of(source: str, name: str) -> list[str] | None:
@@ -131,34 +131,36 @@ def parameters_of(source: str, name: str) -> list[str] | None:
 
     Such as ["q", "scale=None", "*", "layout='contiguous'", "**kwargs"]. If there are overloads, the last one counts.
     """
-    found = None
+    parameters = None
     for node in ast.parse(source).body:
         nested = [node, *(ast.walk(node) if isinstance(node, ast.FunctionDef) else ())]
         for x in nested:
             if isinstance(x, ast.FunctionDef) and x.name == name:
-                found = _of_function(x.args)
+                parameters = _of_function(x.args)
         if isinstance(node, ast.ClassDef) and node.name == name:
-            found = [_text(x.target.id, x.value) for x in node.body if isinstance(x, ast.AnnAssign)]
-    return found
+            parameters = [_text(x.target.id, x.value) for x in node.body if isinstance(x, ast.AnnAssign)]
+    return parameters
 
 
 def _text(name: str, default: ast.expr | None) -> str:
     if default is None:
         return name
     text = ast.unparse(default)
-    return f"{name}={NUMBERS.get(text, text)}"
+    return f"{name}={CONSTANTS.get(text, text)}"
 
 
 def _of_function(arguments: ast.arguments) -> list[str]:
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
-    found = [_text(x.arg, default) for x, default in zip(positional, defaults, strict=True)]
+    parameters = [_text(x.arg, default) for x, default in zip(positional, defaults, strict=True)]
     if arguments.vararg or arguments.kwonlyargs:
-        found.append(f"*{arguments.vararg.arg if arguments.vararg else ''}")
-    found += [_text(x.arg, default) for x, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+        parameters.append(f"*{arguments.vararg.arg if arguments.vararg else ''}")
+    parameters += [
+        _text(x.arg, default) for x, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
     if arguments.kwarg:
-        found.append(f"**{arguments.kwarg.arg}")
-    return found
+        parameters.append(f"**{arguments.kwarg.arg}")
+    return parameters
 
 
 def parameters_of_function(function: Callable) -> list[str]:
@@ -186,15 +188,15 @@ def signatures(package: str, read: Callable[[str], str | None]) -> dict:
     Args:
         read: returns the source of a file, or None.
     """
-    found = {}
+    texts = {}
     for name, files in FUNCTIONS[package].items():
         source = next(filter(None, map(read, files)), None)
         parameters = None if source is None else parameters_of(source, name)
-        found[name] = None if parameters is None else ", ".join(parameters)
+        texts[name] = None if parameters is None else ", ".join(parameters)
     for path, names in LAYERS.get(package, {}).items():
         source = read(path) or ""
-        found[path] = {name: calls_of(source, name) for name in names}
-    return found
+        texts[path] = {name: calls_of(source, name) for name in names}
+    return texts
 
 
 def of_wheel(wheel: Path) -> tuple[str, str, dict]:
@@ -224,10 +226,10 @@ def main(wheels: list[str]) -> None:
     """Records {package: [{releases, signatures}, ...]}: consecutive releases with the same signatures together."""
     releases = sorted(map(of_wheel, map(Path, wheels)), key=lambda x: Version(x[1]))
     recorded = json.loads(RECORD.read_text()) | {package: [] for package, _, _ in releases}
-    for package, version, found in releases:
+    for package, version, texts in releases:
         groups = recorded[package]
-        if not groups or groups[-1]["signatures"] != found:
-            groups.append({"releases": [], "signatures": found})
+        if not groups or groups[-1]["signatures"] != texts:
+            groups.append({"releases": [], "signatures": texts})
         groups[-1]["releases"].append(version)
     RECORD.write_text(json.dumps(recorded, indent=1) + "\n")
 

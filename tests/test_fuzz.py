@@ -219,7 +219,7 @@ def in_the_middle(trial: Trial, call: Call) -> bool:
     """The NaN is in the first sequence, which has a slot, after its first token."""
     token = trials.draw_token(trial)
     live = "state_indices" not in call.arguments or call.arguments["state_indices"].flatten()[0] > 0
-    return token.n == 0 and token.place > 0 and live
+    return token.n == 0 and token.position > 0 and live
 
 
 @pytest.mark.parametrize("op", trials.OPS)

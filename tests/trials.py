@@ -74,7 +74,7 @@ class Trial:
     strided: bool = False  # tables, states of their own and parameters have other strides
     nan: str | None = None  # the argument that holds a NaN in a last call
     # Both passes
-    wanted: tuple[str, ...] = tuple(ALL_GRADIENTS_OF)  # inputs that require gradients
+    requires_grad: tuple[str, ...] = tuple(ALL_GRADIENTS_OF)  # inputs that require gradients
     with_sums: bool = True  # the backward gets g_cumsum and A
     map_sequences: str | None = None  # whose maps begin returns: "none", "last", "both"; None runs no begin
     # Pools
@@ -156,7 +156,7 @@ def every_third(x: torch.Tensor) -> torch.Tensor:
 def moved(trial: Trial, arguments: dict) -> dict:
     """The arguments at other storage offsets, and those without tokens with other strides, if the trial has them."""
     r = random.Random(trial.case.seed + 1)
-    found = {}
+    copies = {}
     for name, x in arguments.items():
         if isinstance(x, torch.Tensor):
             if trial.strided and name in ("initial_state", "dht"):
@@ -164,8 +164,8 @@ def moved(trial: Trial, arguments: dict) -> dict:
             elif trial.strided and (name in ("A_log", "dt_bias") or not x.is_floating_point()):
                 x = every_third(x)
             x = at_offset(x, r.choice(OFFSETS)) if trial.offsets and name not in IN_PLACE else x
-        found[name] = x
-    return found
+        copies[name] = x
+    return copies
 
 
 # Both passes
@@ -192,7 +192,7 @@ def chunk(trial: Trial, device: str, noises: tuple) -> Call:
             outputs |= run_backward(inputs, **of_backward, intermediates=tuple(sums.values()) or None)
             used = of_backward | ({"do": None} if case.do_strides == "unused" else {})
             of_state = {} if arguments["dht"] is None else {"state_dtype": arguments["dht"].dtype}
-            of_autograd = run_autograd(inputs, **used, of=trial.wanted, **of_state)
+            of_autograd = run_autograd(inputs, **used, of=trial.requires_grad, **of_state)
             outputs |= {f"autograd's {name}": x for name, x in of_autograd.items()}
             if case.strides == "slices":
                 outputs |= {f"packed {name}": x for name, x in run_packed(inputs, **of_backward).items()}
@@ -292,12 +292,12 @@ def into_memory(trial: Trial, function, like: torch.Tensor):
         heads_last = (*like.shape[:2], *like.shape[:1:-1])
         out = out.view(heads_last).transpose(2, 3) if trial.out == "heads_last" else out.view(like.shape)
         result = function(**arguments, out=out)
-        found = result["o"] if isinstance(result, dict) else result
-        assert found is out, "another tensor than out is returned"
-        found = out.clone(memory_format=torch.contiguous_format)
+        o = result["o"] if isinstance(result, dict) else result
+        assert o is out, "another tensor than out is returned"
+        o = out.clone(memory_format=torch.contiguous_format)
         out.fill_(torch.nan)
         assert around.isnan().all(), "memory around out was written"
-        return result | {"o": found} if isinstance(result, dict) else found
+        return result | {"o": o} if isinstance(result, dict) else o
 
     return run
 
@@ -310,9 +310,9 @@ def padding_rows(trial: Trial, named: list[int], null: int) -> dict[int, int]:
     """Row -> slot for the trial's padding, its empty sequences: the slot of another, non-empty sequence if there is
     one."""
     lengths = lengths_of(trial.case)
-    taken = [slot for slot, length in zip(named, lengths, strict=True) if length and slot > null]
+    occupied = [slot for slot, length in zip(named, lengths, strict=True) if length and slot > null]
     empty = [n for n, length in enumerate(lengths) if length == 0]
-    return {n: taken[n % len(taken)] for n in empty} if trial.slots == "shared" and taken else {}
+    return {n: occupied[n % len(occupied)] for n in empty} if trial.slots == "shared" and occupied else {}
 
 
 def index_dtype(trial: Trial, r: random.Random) -> torch.dtype:
@@ -338,40 +338,40 @@ def prefill(trial: Trial, device: str, noises: tuple) -> Call:
     counts = [length // every if every else 0 for length in lengths]
     pool = Pool(trial, null + N + sum(counts) + 5, device, r)
     slots = r.sample(range(null + 1, len(pool.rows)), N + sum(counts) + 2)
-    own, others, unused = slots[:N], slots[N:-2], slots[-2:]
+    final_slots, checkpoint_slots, unused = slots[:N], slots[N:-2], slots[-2:]
     real = have_slots(trial, r)
     has_state = [not trial.new_requests or r.random() < 0.6 for _ in lengths]
-    indices = [slot if is_real else null - r.choice((0, 2)) for slot, is_real in zip(own, real, strict=True)]
+    indices = [slot if is_real else null - r.choice((0, 2)) for slot, is_real in zip(final_slots, real, strict=True)]
     padding = padding_rows(trial, indices, null)
     for n, slot in padding.items():  # which read a state, and leave it to the other
-        own[n] = indices[n] = slot
+        final_slots[n] = indices[n] = slot
         has_state[n] = real[n] = True
 
-    def table(numbers) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=index_dtype(trial, r), device=device)
+    def table(values) -> torch.Tensor:
+        return torch.tensor(values, dtype=index_dtype(trial, r), device=device)
 
     arguments = {name: x for name, x in inputs.items() if name not in ("initial_state", "state_v_first", "auto_cp")}
     arguments |= {"state_indices": table(indices), "null_index": null, "batch_invariant": trial.batch_invariant}
-    first = list(own)
+    first = list(final_slots)
     if trial.other_slots:  # which several sequences share
-        first = [r.choice(unused if n in padding else [*unused, null, own[n]]) for n in range(N)]
+        first = [r.choice(unused if n in padding else [*unused, null, final_slots[n]]) for n in range(N)]
         arguments["initial_state_indices"] = table(first)
     if trial.new_requests:
         arguments["has_initial_state"] = torch.tensor(has_state, dtype=torch.bool, device=device)
     starts = [slot > null and known for slot, known in zip(first, has_state, strict=True)]
-    for slot in set(own) - {first[n] for n in range(N) if starts[n]}:  # what no sequence reads may be anything
+    for slot in set(final_slots) - {first[n] for n in range(N) if starts[n]}:  # what no sequence reads may be anything
         pool.rows[slot, : pool.size] = torch.nan
     states = pool.states(pool.rows)[first].double()
     states = states.where(torch.tensor(starts, dtype=torch.bool, device=device)[:, None, None, None], 0)
     rounds = trial.state_dtype if trial.batch_invariant and every else None
     runs = expect(inputs | {"initial_state": states, "state_v_first": True}, *noises, run=every, rounds=rounds)
 
-    pools, kept, columns = {"state_pool": pool}, pool, max(counts, default=0) + 1
+    pools, checkpoint_pool, columns = {"state_pool": pool}, pool, max(counts, default=0) + 1
     if every:
         arguments["checkpoint_every"] = every
         if trial.kept == "rows":
             rows = sum(counts) + 1 if any(itertools.compress(counts, real)) else 0
-            kept = pools["checkpoints"] = Pool(trial, rows, device, r)
+            checkpoint_pool = pools["checkpoints"] = Pool(trial, rows, device, r)
         else:
             columns = {"slots": columns, "few": max(0, columns - 2), "no_slots": 0}[trial.kept]
             checkpoints = torch.full((N, columns), null, dtype=index_dtype(trial, r))
@@ -379,15 +379,15 @@ def prefill(trial: Trial, device: str, noises: tuple) -> Call:
     for n, length in enumerate(lengths):
         is_unchanged = length == 0 and starts[n]
         if real[n] and not is_unchanged:
-            pool.write(own[n], runs["final_state"][:, n], n, length)
+            pool.write(final_slots[n], runs["final_state"][:, n], n, length)
         elif not real[n]:
             runs["o"].flatten(1, 2)[:, offset : offset + length] = 0
         for j in range(min(counts[n], columns)):
             if trial.kept != "rows":
-                checkpoints[n, j] = others[number + j]
+                checkpoints[n, j] = checkpoint_slots[number + j]
             if real[n]:
-                slot, tokens = number + j if trial.kept == "rows" else others[number + j], (j + 1) * every
-                kept.write(slot, runs["states"][:, n, (j + 1) * -(-every // CHUNK)], n, tokens)
+                slot, tokens = number + j if trial.kept == "rows" else checkpoint_slots[number + j], (j + 1) * every
+                checkpoint_pool.write(slot, runs["states"][:, n, (j + 1) * -(-every // CHUNK)], n, tokens)
         number, offset = number + counts[n], offset + length
     if every and trial.kept != "rows":
         arguments["checkpoint_indices"] = checkpoints.to(device)
@@ -481,8 +481,8 @@ class Buffered:
             tables = {name: x for name, x in step.items() if x is not None} | {"state_indices": slots}
             tables = {name: every_third(x) if trial.strided else x for name, x in tables.items()}
             function = into_memory(trial, flash_qla.decode_gated_delta_rule_buffered, token["v"])
-            found = function(**token, **backlog, **others, **{"force_flush": None} | tables)
-            o.flatten(0, 1)[rows[live]] = found[live, 0]
+            step_o = function(**token, **backlog, **others, **{"force_flush": None} | tables)
+            o.flatten(0, 1)[rows[live]] = step_o[live, 0]
             write_pos = torch.where(flushes != 0, 0, (write_pos + 1) % trial.steps)
         for name, x in backlog.items():
             assert x[~used].isnan().all(), f"{name} was written where no sequence has its slot"
@@ -532,12 +532,12 @@ def decode(trial: Trial, device: str, noises: tuple) -> Call:
             starts = [slots[n, a - 1].item() for n, a in enumerate(accepted)]
     elif style != "last":
         rows_of_steps = 0 if style == "no_rows" else N + 1, 0 if style.startswith("no_steps") else S
-        kept = pools["intermediate_states"] = Pool(trial, math.prod(rows_of_steps), device, r)
-        kept.rows = kept.rows[:, : kept.size]
+        step_states = pools["intermediate_states"] = Pool(trial, math.prod(rows_of_steps), device, r)
+        step_states.rows = step_states.rows[:, : step_states.size]
         arguments["update_state"] = False
         if style == "no_rows" or style.startswith("given_rows"):
-            kept_at_all = 0 if style == "no_rows" else 0.8
-            rows = [row if r.random() < kept_at_all else -1 for row in r.sample(range(N + 1), N)]
+            row_probability = 0 if style == "no_rows" else 0.8
+            rows = [row if r.random() < row_probability else -1 for row in r.sample(range(N + 1), N)]
             arguments["intermediate_indices"] = torch.tensor(rows)
         if style == "no_parents":  # tokens beyond the columns come after the one before
             arguments["parents"] = torch.empty(N, 0)
@@ -572,7 +572,7 @@ def decode(trial: Trial, device: str, noises: tuple) -> Call:
         elif style in ("slots", "accepted") and slots[n, t] > null:
             pool.write(slots[n, t].item(), state, n, t + 1)
         elif rows_of_steps and rows_of_steps[1] and rows[n] >= 0:
-            kept.write(rows[n] * S + t, state, n, t + 1)
+            step_states.write(rows[n] * S + t, state, n, t + 1)
     if trial.op != "decode_packed":
         arguments |= {name: inputs[name] for name in ("q", "k", "v")}
         if buffered:
@@ -600,7 +600,7 @@ class Token:
     b: int
     t: int  # token, in the rows of b
     n: int  # sequence
-    place: int  # place of the token in the sequence
+    position: int  # place of the token in the sequence
     head: int  # head of H_k for q and k, else of H_v
 
 
@@ -612,9 +612,9 @@ def draw_token(trial: Trial) -> Token | None:
     if not some:
         return None
     n = r.choice(some)
-    place = r.randrange(lengths[n])
-    b, t = (n, place) if case.lengths is None else (0, sum(lengths[:n]) + place)
-    return Token(trial.nan, b, t, n, place, r.randrange(case.H_k if trial.nan in ("q", "k") else case.H_v))
+    position = r.randrange(lengths[n])
+    b, t = (n, position) if case.lengths is None else (0, sum(lengths[:n]) + position)
+    return Token(trial.nan, b, t, n, position, r.randrange(case.H_k if trial.nan in ("q", "k") else case.H_v))
 
 
 def with_nan(trial: Trial, arguments: dict, token: Token) -> dict:
@@ -646,8 +646,8 @@ def may_change(trial: Trial, call: Call, name: str, x: torch.Tensor, token: Toke
     else:
         shared = max(1, *lengths_of(case)) if trial.op.startswith("decode") else CHUNK
     run = call.arguments.get("checkpoint_every") or CHUNK  # chunks begin anew after so many tokens
-    least = token.place - token.place % run % shared  # the first token that may be another
-    begin = token.t - token.place
+    least = token.position - token.position % run % shared  # the first token that may be another
+    begin = token.t - token.position
     end = begin + lengths_of(case)[token.n]
     changed = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
     if tensor.startswith("states of"):
@@ -655,8 +655,8 @@ def may_change(trial: Trial, call: Call, name: str, x: torch.Tensor, token: Toke
             changed[i, values] = n == token.n and tokens > least
     elif tensor == "h":
         starts = reference.Layout.of(case.B, case.T, call.arguments["cu_seqlens"]).chunk_starts
-        own = slice(starts[token.n] + least // CHUNK + 1, starts[token.n] + -(-(end - begin) // CHUNK))
-        changed.flatten(0, 1)[own, values] = True
+        chunks = slice(starts[token.n] + least // CHUNK + 1, starts[token.n] + -(-(end - begin) // CHUNK))
+        changed.flatten(0, 1)[chunks, values] = True
     elif tensor.endswith(("Z", "M")):
         changed[[n == token.n for n in call.mapped], values] = True
     elif tensor in ("final_state", "dh0"):
@@ -788,14 +788,15 @@ def check_trial(trial: Trial, device: str, spoil, batches: int) -> dict[str, flo
     call.expected.clear()  # it is large
 
     def errors() -> dict[str, float]:
-        found = dict.fromkeys(bars, 0.0)
+        largest = dict.fromkeys(bars, 0.0)
         for name, x in first.items():
             tensor = name_of_tensor(name)
             if tensor in bars:
-                found[tensor] = max(
-                    found[tensor], bars[tensor].check(x, compute, segments, carried.get(tensor, max(norms, default=0)))
+                largest[tensor] = max(
+                    largest[tensor],
+                    bars[tensor].check(x, compute, segments, carried.get(tensor, max(norms, default=0))),
                 )
-        return found
+        return largest
 
     ratios = errors()
     if batches > 1 and not max(ratios.values()) <= 1:  # perhaps by the luck of so few runs

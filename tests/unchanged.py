@@ -54,8 +54,8 @@ def side_by_side(first: torch.Tensor, second: torch.Tensor, shared: int) -> tupl
     start = -(-ends[0] // 16) * 16 - shared
     memory = torch.zeros(start + ends[1] + 16, dtype=torch.uint8, device=first.device)
     pieces = memory[: ends[0]], memory[start : start + ends[1]]
-    made = [piece.view(x.dtype).view(x.shape).copy_(x) for piece, x in zip(pieces, (first, second), strict=True)]
-    return made[0], made[1]
+    copies = [piece.view(x.dtype).view(x.shape).copy_(x) for piece, x in zip(pieces, (first, second), strict=True)]
+    return copies[0], copies[1]
 
 
 class CallsThatFail(TorchFunctionMode):
@@ -72,25 +72,25 @@ class CallsThatFail(TorchFunctionMode):
         kwargs = kwargs or {}
         if isinstance(function, torch._ops.OpOverload) and str(function).startswith("flash_qla"):
             schema = function._schema.arguments
-            given = dict(zip((x.name for x in schema), args, strict=False)) | kwargs
-            self._fail(function, given, {x.name for x in schema if x.alias_info is not None})
+            arguments = dict(zip((x.name for x in schema), args, strict=False)) | kwargs
+            self._fail(function, arguments, {x.name for x in schema if x.alias_info is not None})
         return function(*args, **kwargs)
 
-    def _fail(self, op, given: dict, written: set[str]) -> None:
-        tensors = [x for x, y in given.items() if torch.is_tensor(y) and y.numel()]
+    def _fail(self, op, arguments: dict, written: set[str]) -> None:
+        tensors = [x for x, y in arguments.items() if torch.is_tensor(y) and y.numel()]
         pairs = [(x, y) for x in tensors for y in tensors if x in written and x != y]
         if pairs and self._r.random() < 0.7:
             x, y = self._r.choice(pairs)
-            made = side_by_side(given[x].detach(), given[y].detach(), 16)
-            wrong, text = {x: made[0], y: made[1]}, "shares memory"
+            copies = side_by_side(arguments[x].detach(), arguments[y].detach(), 16)
+            wrong, text = {x: copies[0], y: copies[1]}, "shares memory"
         else:
             names = [x for x in tensors if x in self.WITH_COLUMNS]
             if not names:
                 return
             name = self._r.choice(names)
-            wrong, text = {name: given[name][..., :-1]}, f"{op._schema.name}: {name} has"
-        snapshot = Snapshot((given | wrong).values())
+            wrong, text = {name: arguments[name][..., :-1]}, f"{op._schema.name}: {name} has"
+        snapshot = Snapshot((arguments | wrong).values())
         with pytest.raises(RuntimeError, match=text):
-            op(**given | wrong)
+            op(**arguments | wrong)
         snapshot.check()
         self.failed += 1
