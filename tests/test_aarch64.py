@@ -59,7 +59,7 @@ def library(packages, libraries, tmp_path_factory) -> Path:
     if not (ROOT / "build/kernels/launchers.cpp").is_file():
         pytest.skip("needs the kernels that a build in this checkout compiles")
     folder = tmp_path_factory.mktemp("build")
-    given = {
+    definitions = {
         "CMAKE_SYSTEM_NAME": "Linux",
         "CMAKE_SYSTEM_PROCESSOR": "aarch64",
         "CMAKE_CXX_COMPILER": COMPILER,
@@ -68,7 +68,7 @@ def library(packages, libraries, tmp_path_factory) -> Path:
         "TORCH_LIB": libraries,
         "CUDA_STATIC_RUNTIME": packages / "nvidia/cuda_runtime/lib/libcudart_static.a",
     }
-    run(tool("cmake"), "-G", "Ninja", "-S", ROOT, "-B", folder, *(f"-D{name}={x}" for name, x in given.items()))
+    run(tool("cmake"), "-G", "Ninja", "-S", ROOT, "-B", folder, *(f"-D{name}={x}" for name, x in definitions.items()))
     run(tool("cmake"), "--build", folder, "--target", "flash_qla")
     return folder / "flash_qla/libflash_qla.so"
 

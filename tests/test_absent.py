@@ -110,9 +110,9 @@ def test_decoding_with_no_room_for_states(device, steps, T):
     expected_pool = inputs["state_pool"].clone()
     expected = flash_qla.decode_gated_delta_rule(**inputs | {"state_pool": expected_pool})
     rows = 0 if steps else case.B
-    kept = inputs["state_pool"].new_empty(rows, steps, *inputs["state_pool"].shape[1:])
-    wanted = indices(case.B, device=device) - (1 if steps else 0)
-    wanted += torch.arange(case.B, device=device, dtype=torch.int32) * (0 if steps else 1)
-    o = flash_qla.decode_gated_delta_rule(**inputs, intermediate_states=kept, intermediate_indices=wanted)
+    states = inputs["state_pool"].new_empty(rows, steps, *inputs["state_pool"].shape[1:])
+    state_rows = indices(case.B, device=device) - (1 if steps else 0)
+    state_rows += torch.arange(case.B, device=device, dtype=torch.int32) * (0 if steps else 1)
+    o = flash_qla.decode_gated_delta_rule(**inputs, intermediate_states=states, intermediate_indices=state_rows)
     assert test_decode.relative_error(inputs["state_pool"], expected_pool.double()) < test_decode.BARS[o.dtype]
     assert test_decode.relative_error(o, expected.double()) < test_decode.BARS[o.dtype]

@@ -136,10 +136,10 @@ def test_low_level_results():
         gradients = make_gradients(case, "cpu")
         g_cumsum, A = run_forward(inputs)[:2]
         g_raw = {"g_raw": inputs["g"]} if "use_gate_in_kernel" in options else {}
-        found = flash_qla.chunk_gated_delta_rule_bwd(**{**inputs, "g": g_cumsum}, A=A, **gradients, **g_raw)
-        assert len(found) == count
+        grads = flash_qla.chunk_gated_delta_rule_bwd(**{**inputs, "g": g_cumsum}, A=A, **gradients, **g_raw)
+        assert len(grads) == count
         if count == 8:
-            assert (found[7] is None) == ("dt_bias" in options)
+            assert (grads[7] is None) == ("dt_bias" in options)
 
 
 def test_autocast_leaves_raw_tensors_alone(device):

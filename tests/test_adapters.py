@@ -63,9 +63,9 @@ def op_call(function: Callable, arguments: dict) -> dict:
     with pytest.MonkeyPatch.context() as patch, Ran() as ran:
         patch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)  # or cu_seqlens_cpu would have no effect
         function(**arguments)
-    (op,), (found,) = ran.ops, ran.arguments
+    (op,), (recorded,) = ran.ops, ran.arguments
     schema = getattr(torch.ops.flash_qla, op).default._schema.arguments
-    return {"op": op} | {x.name: found.get(x.name, x.default_value) for x in schema}
+    return {"op": op} | {x.name: recorded.get(x.name, x.default_value) for x in schema}
 
 
 def check(function: Callable, row: Row, base: dict) -> None:
@@ -77,8 +77,8 @@ def check(function: Callable, row: Row, base: dict) -> None:
 
 
 def parameters_of(*functions: Callable) -> set[str]:
-    found = [x for function in functions for x in inspect.signature(function).parameters.values()]
-    return {x.name for x in found if x.kind is not x.VAR_KEYWORD}
+    parameters = [x for function in functions for x in inspect.signature(function).parameters.values()]
+    return {x.name for x in parameters if x.kind is not x.VAR_KEYWORD}
 
 
 def of_tokens(names: dict[str, str]) -> list[Row]:
@@ -161,13 +161,13 @@ def test_every_argument_of_recurrent_of_fla():
     assert {x.argument for x in RECURRENT} == expected - {"gk", "gv"}
 
 
-@pytest.mark.parametrize("given", (None, STATE), ids=("no state", "a state"))
-def test_states_of_one_token(given):
+@pytest.mark.parametrize("state", (None, STATE), ids=("no state", "a state"))
+def test_states_of_one_token(state):
     """With a state, one token's state goes to other memory; without, or with more tokens, to what was read."""
-    arguments = tokens(0, 1) | {"initial_state": given, "output_final_state": True}
+    arguments = tokens(0, 1) | {"initial_state": state, "output_final_state": True}
     call = op_call(fla.fused_recurrent_gated_delta_rule, arguments)
-    assert call["update_state"] == (given is None) and (call["intermediate_states"] is None) == (given is None)
-    assert given is None or call["state_pool"] is given
+    assert call["update_state"] == (state is None) and (call["intermediate_states"] is None) == (state is None)
+    assert state is None or call["state_pool"] is state
 
 
 # transformers
@@ -232,14 +232,14 @@ def test_every_argument_of_recurrent_of_transformers():
 @pytest.mark.parametrize("name", (*NAMES, "initial_state"))
 def test_a_step_with_a_gradient_of_one_tensor(name):
     """The state alone, too. Such a step goes to the function that has a derivative."""
-    given = BASE | {"initial_state": STATE, "output_final_state": True}
-    leaf = given[name].clone().requires_grad_()
+    arguments = BASE | {"initial_state": STATE, "output_final_state": True}
+    leaf = arguments[name].clone().requires_grad_()
     with Ran() as ran:
-        o, state = transformers.recurrent_gated_delta_rule(**given | {name: leaf})
+        o, state = transformers.recurrent_gated_delta_rule(**arguments | {name: leaf})
         (gradient,) = torch.autograd.grad(o.sum() + state.sum(), leaf)
     assert ran.ops == ["chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd"] and gradient.any()
     with torch.no_grad(), Ran() as ran:
-        transformers.recurrent_gated_delta_rule(**given | {name: leaf})
+        transformers.recurrent_gated_delta_rule(**arguments | {name: leaf})
     assert ran.ops == ["decode_gated_delta_rule"]
 
 
@@ -260,9 +260,9 @@ def test_every_argument_of_megatron():
 def test_convolution_of_megatron():
     """Every argument reaches flash_qla.causal_conv1d."""
     x, weight, bias, window = torch.rand(1, T, 3), torch.rand(3, 4), torch.rand(3), torch.rand(2, 3, 3)
-    given = {"activation": "silu", "initial_state": window, "output_final_state": True, "cu_seqlens": OFFSETS}
-    found, expected = (f(x, weight, bias, **given) for f in (megatron.causal_conv1d, flash_qla.causal_conv1d))
-    assert all(map(torch.equal, found, expected))
+    options = {"activation": "silu", "initial_state": window, "output_final_state": True, "cu_seqlens": OFFSETS}
+    actual, expected = (f(x, weight, bias, **options) for f in (megatron.causal_conv1d, flash_qla.causal_conv1d))
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_norm_of_megatron():

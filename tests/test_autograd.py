@@ -65,8 +65,8 @@ def test_a_gradient_of_one_tensor(name, loss, device):
     used = {"o": slice(1), "state": slice(1, 2), "both": slice(2)}[loss]
     for function in (flash_qla.chunk_gated_delta_rule, torch.ops.flash_qla.chunk_gated_delta_rule):
 
-        def gradient(wanted, function=function):
-            leaves = {x: inputs[x].detach().requires_grad_() for x in wanted}
+        def gradient(leaf_names, function=function):
+            leaves = {x: inputs[x].detach().requires_grad_() for x in leaf_names}
             outputs = function(**inputs | leaves, output_final_state=True)
             dy = list(gradients.values())[used]
             return torch.autograd.grad(outputs[used], leaves[name], dy, allow_unused=True)[0]
@@ -171,8 +171,8 @@ def test_func_gradients(device, case):
             return scale * torch.func.vjp(loss, *leaves)[0]
 
         in_one, in_two = torch.func.grad(loss, everything), torch.func.grad(inside, tuple(i + 1 for i in everything))
-        for found in (in_one(*leaves), in_two(torch.ones((), device=device), *leaves)):
-            for dx, name in zip(found, names, strict=True):
+        for grads in (in_one(*leaves), in_two(torch.ones((), device=device), *leaves)):
+            for dx, name in zip(grads, names, strict=True):
                 assert accuracy.relative_error(dx, expected[name].double()) <= accuracy.BF16_BAR, name
 
 
@@ -194,8 +194,8 @@ def test_vmap(device):
         together = torch.vmap(function)(q)
         if torch.is_tensor(together):
             one_by_one, together = [(x,) for x in one_by_one], (together,)
-        for expected, found in zip(zip(*one_by_one, strict=True), together, strict=True):
-            assert torch.equal(found, torch.stack(expected))
+        for expected, actual in zip(zip(*one_by_one, strict=True), together, strict=True):
+            assert torch.equal(actual, torch.stack(expected))
 
 
 @SLOW_BATCHES
@@ -260,7 +260,7 @@ def test_ops_without_derivatives_say_so_in_forward_mode(device, name):
 def test_autograd_saves_only_inputs(device, case):
     inputs = make_inputs(case, device)
     leaves = leaves_of(inputs)
-    own = {x.untyped_storage().data_ptr() for x in (*leaves, *inputs.values()) if torch.is_tensor(x)}
+    input_pointers = {x.untyped_storage().data_ptr() for x in (*leaves, *inputs.values()) if torch.is_tensor(x)}
     saved = set()
 
     def pack(x):
@@ -271,7 +271,7 @@ def test_autograd_saves_only_inputs(device, case):
         saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             function(*leaves)
-        assert saved and saved <= own
+        assert saved and saved <= input_pointers
 
 
 def test_training_runs_the_op_of_inference(device):

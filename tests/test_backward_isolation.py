@@ -29,16 +29,16 @@ def test_nan_of_one_kind_stays_in_its_sequence(device, lengths, name, head_dims)
     case = Case(lengths=lengths, **head_dims)
     inputs, gradients = make_inputs(case, device), make_gradients(case, device)
     clean = run_backward(inputs, **gradients)
-    own = slice(lengths[0], lengths[0] + lengths[1])
-    where = 1 if name == "dht" else (0, own)
+    tokens = slice(lengths[0], lengths[0] + lengths[1])
+    where = 1 if name == "dht" else (0, tokens)
     if name in gradients:
         gradients[name] = poison(gradients[name], where)
     else:
         inputs[name] = poison(inputs[name], where)
     dirty = run_backward(inputs, **gradients)
-    assert any(dirty[of][:, own].isnan().any() for of in BY_TOKEN)
+    assert any(dirty[of][:, tokens].isnan().any() for of in BY_TOKEN)
     for of in BY_TOKEN:
-        dirty[of][:, own] = clean[of][:, own] = 0
+        dirty[of][:, tokens] = clean[of][:, tokens] = 0
         assert torch.equal(dirty[of], clean[of]), of
     assert torch.equal(dirty["dh0"][0::2], clean["dh0"][0::2])
 

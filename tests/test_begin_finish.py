@@ -100,20 +100,20 @@ def test_against_the_recurrence(device, case):
     inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
     expected, gradients = reference_of(inputs), reference_gradients(inputs, do=arguments["do"], dht=arguments["dht"])
     b = reference.chunk_cumsum(activated(inputs)["g"], inputs["cu_seqlens"])
-    wanted = expected_maps(arguments)
+    all_maps = expected_maps(arguments)
     modes = [(-1, -1)] if device == "cpu" else [(-1, -1), (1, 1), (2, 0)]  # of the GPU also other segments
     for (segments, reverse), sequences in ((x, y) for x in modes for y in sequences_of(case)):
         with forward_mode(segment_chunks=segments), backward_mode(reverse), poisoned(device):
-            found, *maps = run_begin_finish(arguments, sequences)
+            actual, *maps = run_begin_finish(arguments, sequences)
         name = f"begin and finish, segments of {segments} and {reverse}, {case}"
-        for x, y, what in zip(maps, wanted, ("forward", "backward"), strict=True):
+        for x, y, what in zip(maps, all_maps, ("forward", "backward"), strict=True):
             bar = accuracy.BARS[case.dtype] if what == "forward" else accuracy.gradient_bar("dh0", case.dtype, b)
             check_maps(case, x, y[sequences], accuracy.BLOCK_FACTOR * bar, f"{what}, {name}")
-        assert not any(x[:, covered_tokens(case) :].any() for x in (found["o"], found["dq"], found["dv"], found["dg"]))
+        assert not any(actual[x][:, covered_tokens(case) :].any() for x in ("o", "dq", "dv", "dg"))
         for output in ("o", "final_state"):
-            accuracy.check(output, found.pop(output), getattr(expected, output), dtype=case.dtype, case=name)
-        assert found.keys() == {x for a, x in ALL_GRADIENTS_OF.items() if inputs.get(a) is not None}
-        accuracy.check_gradients(found, gradients, dtype=case.dtype, case=name, g_cumsum=b)
+            accuracy.check(output, actual.pop(output), getattr(expected, output), dtype=case.dtype, case=name)
+        assert actual.keys() == {x for a, x in ALL_GRADIENTS_OF.items() if inputs.get(a) is not None}
+        accuracy.check_gradients(actual, gradients, dtype=case.dtype, case=name, g_cumsum=b)
 
 
 @parametrize(*CASES)
@@ -121,14 +121,14 @@ def test_the_same_every_time(device, case):
     for_device(case, device)
     arguments = make_inputs(case, device) | make_gradients(case, device)
     for sequences in sequences_of(case):
-        (found, *maps), (again, *others) = (run_begin_finish(arguments, sequences) for _ in range(2))
-        assert equal(found, again) and all(torch.equal(x, y) for x, y in zip(maps, others, strict=True))
+        (outputs, *maps), (again, *others) = (run_begin_finish(arguments, sequences) for _ in range(2))
+        assert equal(outputs, again) and all(torch.equal(x, y) for x, y in zip(maps, others, strict=True))
         if device == "cpu":  # on the GPU the passes may run in other modes
             inputs = {name: x for name, x in arguments.items() if name not in ("do", "dht")}
             o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
             passes = {"o": o, "final_state": final_state}
             passes |= run_backward(inputs, arguments["do"], arguments["dht"])
-            assert equal(found, passes)
+            assert equal(outputs, passes)
 
 
 @parametrize(CASES[2], CASES[6], CASES[8])
@@ -141,11 +141,11 @@ def test_states_that_one_half_is_given(device, case):
     for of_first, of_second in ((nothing, states), (states, nothing)):
         with poisoned(device):
             expected, *_ = run_begin_finish(arguments | of_second, [0])
-            found, *_ = run_begin_finish(arguments | of_second, [0], of_first)
+            actual, *_ = run_begin_finish(arguments | of_second, [0], of_first)
             others, *_ = run_begin_finish(arguments | of_second | {"output_final_state": False}, [0], of_first)
-        assert equal(found, expected)
+        assert equal(actual, expected)
         assert others.pop("final_state").shape == (0,)
-        assert equal(others, {name: found[name] for name in others})
+        assert equal(others, {name: actual[name] for name in others})
 
 
 @pytest.mark.gpu

@@ -83,9 +83,9 @@ def on_cpu(monkeypatch):
 
 
 def options(**changes) -> argparse.Namespace:
-    given = {"heads": "1x2", "sequences": "64x2", "head_dims": (24, 40), "samples": 3, "sample_ms": 1.0}
-    given |= {"variants": ""}
-    return argparse.Namespace(**given | changes)
+    defaults = {"heads": "1x2", "sequences": "64x2", "head_dims": (24, 40), "samples": 3, "sample_ms": 1.0}
+    defaults |= {"variants": ""}
+    return argparse.Namespace(**defaults | changes)
 
 
 def test_inputs_are_slices(on_cpu):
@@ -109,8 +109,8 @@ def stub_modules(monkeypatch, **modules: dict):
 @pytest.mark.parametrize("package", ("fla", "flash_qla_jit", "flashinfer"))
 def test_timed_calls_of_peers_copy_slices(on_cpu, monkeypatch, package):
     """The copy is made in the call: it has what the slice has by then."""
-    given = []
-    chunk = {"chunk_gated_delta_rule_fwd": lambda **arguments: given.append(arguments)}
+    calls = []
+    chunk = {"chunk_gated_delta_rule_fwd": lambda **arguments: calls.append(arguments)}
     if package == "flashinfer":
         monkeypatch.setattr(forward, "flashinfer_function", lambda: ("1", chunk["chunk_gated_delta_rule_fwd"]))
     elif package == "flash_qla_jit":
@@ -128,7 +128,7 @@ def test_timed_calls_of_peers_copy_slices(on_cpu, monkeypatch, package):
         inputs[name].fill_(number)
     call()
     for number, name in enumerate("qkv"):
-        assert given[0][name].is_contiguous() and set(given[0][name].flatten().tolist()) == {number}
+        assert calls[0][name].is_contiguous() and set(calls[0][name].flatten().tolist()) == {number}
 
 
 def test_cells_of_the_passes(on_cpu, monkeypatch):
@@ -142,16 +142,16 @@ def test_cells_of_the_passes(on_cpu, monkeypatch):
     for package in ("flash_qla", "fla"):
         monkeypatch.setitem(forward.LOADERS, package, lambda: forward.Package("1", prepare, ours.results))
     monkeypatch.setattr(forward, "check", lambda *_: {"o": 0.0, "final_state": 0.0})
-    asked = options(gates="bench", variants="op,contiguous,op_contiguous,fp16")
-    cells = [cell for package in ("flash_qla", "fla") for cell in forward.measure(package, asked)]
+    arguments = options(gates="bench", variants="op,contiguous,op_contiguous,fp16")
+    cells = [cell for package in ("flash_qla", "fla") for cell in forward.measure(package, arguments)]
     variants = ["default", "op", "contiguous", "op_contiguous", "fp16", "default", "contiguous"]
     assert [cell["variant"] for cell in cells] == variants and not any("error" in cell for cell in cells)
     assert [cell["qkv"] == "contiguous" for cell in cells] == strides == ["contiguous" in x for x in variants]
     assert cells[2]["sketches"] == cells[0]["sketches"] and cells[3]["sketches"] == cells[1]["sketches"]
 
-    given = ((common.HEAD_DIMS, False), ((24, 40), True))
-    asked = [options(head_dims=x, activations=inside, variants="contiguous") for x, inside in given]
-    (first, second), (other, _) = (list(backward.measure("flash_qla", x)) for x in asked)
+    cases = ((common.HEAD_DIMS, False), ((24, 40), True))
+    arguments = [options(head_dims=x, activations=inside, variants="contiguous") for x, inside in cases]
+    (first, second), (other, _) = (list(backward.measure("flash_qla", x)) for x in arguments)
     assert (first["qkv"], second["qkv"]) == ("slices", "contiguous")
     assert other.keys() == first.keys() | {"head_dims", "activations"} and other["head_dims"] == "24x40"
     assert other["backward_floor_ms"] < first["backward_floor_ms"] / 3
@@ -281,7 +281,7 @@ def test_each_section_is_measured(on_cpu, monkeypatch, tmp_path):
         all_figures.measure("flash_qla", [name], tmp_path / "cells", TINY_SECTIONS.get(name, small))
     lines = [json.loads(line) for line in (tmp_path / "cells").read_text().splitlines()]
     all_figures.merge(lines, "flash_qla", results, "")
-    assert all(found["cells"] and not found["failed"] for found in results.values())
+    assert all(section["cells"] and not section["failed"] for section in results.values())
     all_figures.write(tmp_path / "h100.json", results, begin)
     assert all_figures.read(tmp_path / "h100.json", begin) == results
     assert all_figures.read(tmp_path / "h100.json", begin | {"commit": "2"}) == {}  # of another commit
@@ -410,12 +410,12 @@ def test_transformers_generate(on_cpu, architecture, monkeypatch):
     for name, value in {"PROMPTS": (2, (9, 9)), "NEW_TOKENS": 4, "LOADS": {"batch 2": (2, 9, 4)}}.items():
         monkeypatch.setattr(generation_transformers, name, value)
     sizes = SMALL_MODEL | ({"linear_num_key_heads": 4} if architecture == "olmo_hybrid" else {})
-    given = ["--engine", "transformers", "--architecture", architecture, "--layers", "4", "--samples", "1"]
-    given = generation.make_parser().parse_args([*given, "--engine-arguments", json.dumps(sizes)])
-    own, ours = (list(generation.measure(given, "eager", x)) for x in (False, True))
+    arguments = ["--engine", "transformers", "--architecture", architecture, "--layers", "4", "--samples", "1"]
+    arguments = generation.make_parser().parse_args([*arguments, "--engine-arguments", json.dumps(sizes)])
+    theirs, ours = (list(generation.measure(arguments, "eager", x)) for x in (False, True))
     assert ours[1]["calls"] == {"total": 3, "flash_qla": 3}
-    assert max(generation.compare(own[0]["completions"], ours[0]["completions"])["margins"], default=0) < 0.2
-    assert own[1]["tokens_per_s"][0] > 0
+    assert max(generation.compare(theirs[0]["completions"], ours[0]["completions"])["margins"], default=0) < 0.2
+    assert theirs[1]["tokens_per_s"][0] > 0
 
 
 def test_each_statement_of_a_kernel_runs_twice(tmp_path):
@@ -430,9 +430,9 @@ def test_each_statement_of_a_kernel_runs_twice(tmp_path):
     lines = [*product, "  flash_qla::device::round(S, 2);", "  flash_qla::device::wait_for_boxes();"]
     source = tmp_path / "kernel.cu"
     source.write_text("\n".join(lines) + "\n")
-    found = {name: edits.get(source) for name, edits in stages.variants(source, tmp_path).items()}
+    edited = {name: edits.get(source) for name, edits in stages.variants(source, tmp_path).items()}
     again = [line.replace("((0 < ki) ? 1 : 0)", "1") for line in product[1:4]]
-    assert found == {
+    assert edited == {
         "": None,
         "   1 product K -> V_new": "\n".join([*product[:4], *again, *lines[4:]]) + "\n",
         "   6 round": "\n".join([*lines[:6], *lines[5:]]) + "\n",

@@ -575,17 +575,17 @@ class TestFailures:
 
 
 class TestToolchain:
-    @pytest.mark.parametrize("found", (None, "12.8.93"))
-    def test_a_compiler_that_does_not_do(self, found, monkeypatch):
+    @pytest.mark.parametrize("release", (None, "12.8.93"))
+    def test_a_compiler_that_does_not_do(self, release, monkeypatch):
         def version(package):
             if package != "nvidia-cuda-nvrtc-cu12":
                 return toolchain.CUDA_PACKAGES[package]
-            if found is None:
+            if release is None:
                 raise importlib.metadata.PackageNotFoundError(package)
-            return found
+            return release
 
         monkeypatch.setattr(toolchain.importlib.metadata, "version", version)
-        message = rf"compiler is missing: nvidia-cuda-nvrtc-cu12 12\.9\.86 \(found {found or 'none'}\)\. pip install "
+        message = rf"compiler is missing: nvidia-cuda-nvrtc-cu12 12\.9\.86 \(found {release or 'none'}\)\. pip install "
         with pytest.raises(toolchain.BuildError, match=message) as error:
             toolchain.find_toolkit()
         assert all(f"{name}=={version}" in str(error.value) for name, version in toolchain.CUDA_PACKAGES.items())
@@ -606,13 +606,13 @@ class TestToolchain:
 
     def test_documents_name_these_versions(self):
         named = {"NVRTC": toolchain.CUDA_VERSION, "TileLang": toolchain.PINS["tilelang"]}
-        found = set()
+        pages = set()
         for page in VERSIONED:
             text = page.read_text().partition("## What was tested")[0]  # what follows is a record
             for tool, version in re.findall(r"\b(NVRTC|TileLang)\s+(\d[\d.]*\d)", text):
                 assert f"{named[tool]}.".startswith(f"{version}."), (page, tool, version)
-                found.add(page.name)
-        assert found >= {"CONTRIBUTING.md", "wheels.md"}
+                pages.add(page.name)
+        assert pages >= {"CONTRIBUTING.md", "wheels.md"}
 
     def test_the_oldest_torch_is_decided_once(self):
         """CMakeLists.txt has the stable ABI's version, in both of its spellings; users' torch is at least that."""
@@ -767,17 +767,17 @@ class TestInstalled:
 
         folder = next(Path(path) for path in importlib.util.find_spec("flash_qla").submodule_search_locations)
         library = (folder / "libflash_qla.so").read_bytes()
-        found, targets = Counter(), []
+        elf_files, targets = Counter(), []
         for start in re.finditer(rb"[\xd8\x03]\x00\x00\x80\x00\xff{8}", library):  # of archive.CUBINS and archive.PTX
             contents = lzma.LZMADecompressor(lzma.FORMAT_ALONE).decompress(library[start.start() :])
             elf_of_gpu = rb"\x7fELF\x02\x01\x01(.)(.).{9}\xbe\x00"  # OS, ABI version, then type and machine
-            found.update(re.findall(elf_of_gpu, contents, re.DOTALL))
+            elf_files.update(re.findall(elf_of_gpu, contents, re.DOTALL))
             targets += re.findall(rb"^\.target (\w+)$", contents, re.MULTILINE)
         architectures = Counter(kernel.architecture for kernel in _C.kernels())
         # Blackwell's drivers, from CUDA 12.8 on, know a newer version.
         blackwell = architectures["sm_100"] + architectures["sm_120"]
-        assert found[b"\x41", b"\x08"] == blackwell
-        assert found[b"\x33", b"\x07"] == sum(architectures[arch] for arch in ("sm_80", "sm_90", "sm_90a"))
+        assert elf_files[b"\x41", b"\x08"] == blackwell
+        assert elf_files[b"\x33", b"\x07"] == sum(architectures[arch] for arch in ("sm_80", "sm_90", "sm_90a"))
         ptx = {b"sm_80": architectures["compute_80"], b"sm_90": architectures["compute_90"]}
         assert Counter(targets) == ptx
 
@@ -801,8 +801,8 @@ class TestInstalled:
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         for kernel in _C.kernels():
-            numbers = "" if kernel.architecture.startswith("compute_") else f"{kernel.registers} "
-            row = rf"^{kernel.name} .* {kernel.architecture} .* {numbers}"
+            registers = "" if kernel.architecture.startswith("compute_") else f"{kernel.registers} "
+            row = rf"^{kernel.name} .* {kernel.architecture} .* {registers}"
             assert re.search(row, result.stdout, re.MULTILINE)
 
 

@@ -304,8 +304,8 @@ def test_words_of_the_variable():
     outputs = run_forks(
         [f"import os\nos.environ['FLASH_QLA_CHECK'] = {word!r}\n{code}" for word in words], FLASH_QLA_QUIET="Yes"
     )
-    found = {word: "> nothing" not in output for word, output in zip(words, outputs, strict=True)}
-    assert found == {word: i < 5 for i, word in enumerate(words)}
+    actual = {word: "> nothing" not in output for word, output in zip(words, outputs, strict=True)}
+    assert actual == {word: i < 5 for i, word in enumerate(words)}
     assert "slow path" not in "".join(outputs)
 
 

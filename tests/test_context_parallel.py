@@ -496,9 +496,9 @@ def test_device_cuts_the_backward_where_a_sequence_is_long():
     inputs, gradients = make_inputs(case, "cuda"), make_gradients(case, "cuda")
     saved = run_forward(inputs)[:2]
     whole, cut = [], []
-    for segment_chunks, found in ((0, whole), (5, cut)):
+    for segment_chunks, results in ((0, whole), (5, cut)):
         with backward_mode(segment_chunks):
-            found.append(run_backward(inputs, **gradients, intermediates=saved))
+            results.append(run_backward(inputs, **gradients, intermediates=saved))
     assert not equal(whole[0], cut[0])
     for cut_above, expected in ((1, cut), (39, cut), (40, whole), (10**6, whole)):
         with backward_mode(5, cut_above=cut_above):

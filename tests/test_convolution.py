@@ -119,8 +119,8 @@ def expected_of(inputs: dict, gradients: dict) -> dict:
     loss = loss + 0 * sum(x.sum() for x in leaves.values())  # without sequences it depends on nothing
     grads = torch.autograd.grad(loss, list(leaves.values()))
     names = {"x": "dx", "weight": "dweight", "bias": "dbias", "initial_state": "dh0"}
-    found = dict(zip((names[x] for x in leaves), grads, strict=True))
-    return {"y": y.detach(), "final_state": final_state.detach()} | found
+    named = dict(zip((names[x] for x in leaves), grads, strict=True))
+    return {"y": y.detach(), "final_state": final_state.detach()} | named
 
 
 def ratios(case: Case, device: str = "cuda") -> dict[str, float]:
@@ -183,8 +183,8 @@ def test_no_gradient_of_a_final_state(device):
     x = inputs["x"].requires_grad_()
     for output in range(2):
         results = ops.causal_conv1d(**inputs, output_final_state=True)
-        given = list(gradients.values())
-        (dx,) = torch.autograd.grad(results[output], x, given[output])
+        grad_outputs = list(gradients.values())
+        (dx,) = torch.autograd.grad(results[output], x, grad_outputs[output])
         alone = gradients | {"dht": None} if output == 0 else gradients | {"dy": torch.zeros_like(x)}
         assert torch.equal(dx, run(inputs, alone)["dx"])
     assert flash_qla.causal_conv1d(x, inputs["weight"])[1] is None
@@ -263,8 +263,8 @@ def test_weight_of_a_module(device):
     expected = torch.nn.functional.silu(conv(inputs["x"].mT)[..., :30]).mT
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     grads = (torch.autograd.grad(out.sum(), (inputs["x"], conv.weight, conv.bias)) for out in (y, expected))
-    for actual, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+    for actual_grad, expected_grad in zip(*grads, strict=True):
+        torch.testing.assert_close(actual_grad, expected_grad, rtol=1e-4, atol=1e-4)
 
 
 def test_extreme_numbers(device):
@@ -407,38 +407,38 @@ def test_checkpoints(device, case, every, kept):
     pool = torch.randn(total, case.D, columns, generator=torch.Generator().manual_seed(5)).to(device, case.state_dtype)
     pool = POOLS["in pages"](pool)
     first = [n if counts[n] else N + n % 2 for n in range(N)]
-    first[4], own = -1, [2 * N + n for n in range(N)]
-    own[3] = -2
-    places, free = [], iter(range(3 * N, total))
+    first[4], final_slots = -1, [2 * N + n for n in range(N)]
+    final_slots[3] = -2
+    checkpoint_slots, free = [], iter(range(3 * N, total))
     for n, count in enumerate(counts):
-        places.append([next(free) for _ in range(count)])
+        checkpoint_slots.append([next(free) for _ in range(count)])
         if count and first[n] == n:
-            places[n][-1] = n  # where it started
+            checkpoint_slots[n][-1] = n  # where it started
     x = inputs["x"][0] if case.lengths else inputs["x"].flatten(0, 1)
     before, after, rows, begin = pool.clone(), pool.clone(), [], 0
     initial = torch.zeros(N, case.D, columns, dtype=case.state_dtype, device=device)
     width = max(max(counts) - (kept == "few"), 0)
     for n, length in enumerate(lengths):
-        if own[n] >= 0 and first[n] >= 0:
+        if final_slots[n] >= 0 and first[n] >= 0:
             initial[n] = before[first[n]]
         known = torch.cat([initial[n], x[begin : begin + length].mT.to(case.state_dtype)], 1)
         begin += length
         checkpoints = [windows_after(known, columns, (j + 1) * every) for j in range(counts[n])]
-        rows += checkpoints if own[n] >= 0 else [torch.zeros_like(initial[n])] * counts[n]
-        if own[n] >= 0 and (length or first[n] < 0):
-            after[own[n]] = windows_after(known, columns, length)
+        rows += checkpoints if final_slots[n] >= 0 else [torch.zeros_like(initial[n])] * counts[n]
+        if final_slots[n] >= 0 and (length or first[n] < 0):
+            after[final_slots[n]] = windows_after(known, columns, length)
         for j, window in enumerate(checkpoints[:width]):
-            if kept != "rows" and own[n] >= 0:
-                after[places[n][j]] = window
+            if kept != "rows" and final_slots[n] >= 0:
+                after[checkpoint_slots[n][j]] = window
     y, _ = ops.causal_conv1d(**inputs | {"initial_state": initial})
     arguments = {name: inputs[name] for name in ("x", "weight", "bias", "cu_seqlens")}
-    arguments |= {"state_indices": torch.tensor(own), "initial_state_indices": torch.tensor(first)}
+    arguments |= {"state_indices": torch.tensor(final_slots), "initial_state_indices": torch.tensor(first)}
     if kept == "rows":
-        arguments["checkpoints"] = found = torch.zeros(sum(counts), case.D, columns, dtype=case.state_dtype)
-        arguments["checkpoints"] = found = found.to(device).mT.contiguous().mT
+        arguments["checkpoints"] = actual_rows = torch.zeros(sum(counts), case.D, columns, dtype=case.state_dtype)
+        arguments["checkpoints"] = actual_rows = actual_rows.to(device).mT.contiguous().mT
     else:
         table = torch.full((N, width), -1)
-        for n, slots in enumerate(places):
+        for n, slots in enumerate(checkpoint_slots):
             table[n, : len(slots)] = torch.tensor(slots[:width])
         arguments["checkpoint_indices"] = table
     arguments = {name: x.to(device) if torch.is_tensor(x) else x for name, x in arguments.items()}
@@ -446,7 +446,7 @@ def test_checkpoints(device, case, every, kept):
         actual = flash_qla.prefill_causal_conv1d(**arguments, state_pool=pool, checkpoint_every=every)
     assert torch.equal(actual, y) and torch.equal(pool, after)
     if kept == "rows" and rows:
-        assert torch.equal(found, torch.stack(rows))
+        assert torch.equal(actual_rows, torch.stack(rows))
 
 
 # Errors

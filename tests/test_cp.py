@@ -78,18 +78,18 @@ GPU_CASES = (
 def expected_of(case: Case) -> tuple[dict, reference.Gradients, torch.Tensor]:
     """The recurrence's outputs and gradients, of the sequences that have tokens, and its cumulative gates."""
     inputs, gradients = make_inputs(case, "cpu"), make_gradients(case, "cpu")
-    outputs, found = reference_of(inputs), reference_gradients(inputs, **gradients)
+    outputs, grads = reference_of(inputs), reference_gradients(inputs, **gradients)
     some = [n for n, length in enumerate(case.lengths) if length]
     b = reference.chunk_cumsum(activated(inputs)["g"], inputs["cu_seqlens"])
     return (
         {"o": outputs.o, "final_state": outputs.final_state[some]},
-        dataclasses.replace(found, dh0=found.dh0[some]),
+        dataclasses.replace(grads, dh0=grads.dh0[some]),
         b,
     )
 
 
 @functools.cache
-def found_on(world_size: int, cases: tuple[Case, ...], device: str = "cpu") -> list[dict]:
+def results_on(world_size: int, cases: tuple[Case, ...], device: str = "cpu") -> list[dict]:
     return run_on_ranks(world_size, cp_ranks.all_cases, list(cases), device, device=device)
 
 
@@ -100,7 +100,7 @@ def put_together(case: Case, layout: str, of_ranks: list[dict]) -> dict:
     parts = [parts_of(total, world_size, rank, layout) for rank in range(world_size)]
     rows = [rows_of(case.lengths, x) for x in parts]
     for name in of_ranks[0]:
-        tensors = [found[name] for found in of_ranks]
+        tensors = [outputs[name] for outputs in of_ranks]
         if name in ("final_state", "dh0"):
             states = {}
             for x, of_rank in zip(tensors, rows, strict=True):
@@ -123,14 +123,14 @@ def put_together(case: Case, layout: str, of_ranks: list[dict]) -> dict:
 
 def check(case: Case, layout: str, of_ranks: list[dict]) -> None:
     outputs, gradients, b = expected_of(case)
-    found = put_together(case, layout, [x[case, layout] for x in of_ranks])
-    for x in (x for x in found.values() if x.shape[:2] == outputs["o"].shape[:2]):
+    actual = put_together(case, layout, [x[case, layout] for x in of_ranks])
+    for x in (x for x in actual.values() if x.shape[:2] == outputs["o"].shape[:2]):
         assert not x[:, sum(case.lengths) :].any()
     name = f"{len(of_ranks)} ranks, {layout}, {case}"
     for output, x in outputs.items():
-        accuracy.check(output, found.pop(output), x, dtype=case.dtype, case=name)
-    assert {"dq", "dk", "dv", "db", "dg"} <= found.keys()
-    accuracy.check_gradients(found, gradients, dtype=case.dtype, case=name, g_cumsum=b)
+        accuracy.check(output, actual.pop(output), x, dtype=case.dtype, case=name)
+    assert {"dq", "dk", "dv", "db", "dg"} <= actual.keys()
+    accuracy.check_gradients(actual, gradients, dtype=case.dtype, case=name, g_cumsum=b)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -143,7 +143,7 @@ def check(case: Case, layout: str, of_ranks: list[dict]) -> None:
     ids=str,
 )
 def test_against_the_recurrence(device, world_size, case, layout):
-    check(case, layout, found_on(world_size, CASES if device == "cpu" else GPU_CASES, device))
+    check(case, layout, results_on(world_size, CASES if device == "cpu" else GPU_CASES, device))
 
 
 @pytest.mark.parametrize("device", [of_two_gpus()])
@@ -243,32 +243,32 @@ class OneProcess:
     """The all-gather of ranks that are played one after the other: first up to what each gives, then with all of it."""
 
     def __init__(self, monkeypatch):
-        self.given, self.all = [], None
+        self.rows_of_ranks, self.all = [], None
         for module in (halo, passes):
             monkeypatch.setattr(module, "start_gather", self.gather)
 
     def gather(self, rows: torch.Tensor, context: CPContext, for_backward: bool = False) -> torch.Tensor:
         if self.all is None:
-            self.given.append(rows)
+            self.rows_of_ranks.append(rows)
             raise Played
         return self.all
 
     def play(self, calls: list) -> list:
-        self.given, self.all = [], None
+        self.rows_of_ranks, self.all = [], None
         for call in calls:
             with pytest.raises(Played):
                 call(True)
-        self.all = torch.cat(self.given)
+        self.all = torch.cat(self.rows_of_ranks)
         return [call(False) for call in calls]
 
 
 def step_of_ranks(ranks: OneProcess, local: list[tuple[dict, dict]]) -> list[dict]:
     """Outputs and gradients of each rank, of its inputs and the gradients of its outputs."""
-    made = ranks.play([lambda first, inputs=inputs: cp_ranks.run_forward(inputs) for inputs, _ in local])
+    forward_results = ranks.play([lambda first, inputs=inputs: cp_ranks.run_forward(inputs) for inputs, _ in local])
     return ranks.play(
         [
             lambda first, outputs=outputs, gradients=gradients: cp_ranks.run_backward(*outputs, gradients, first)
-            for outputs, (_, gradients) in zip(made, local, strict=True)
+            for outputs, (_, gradients) in zip(forward_results, local, strict=True)
         ]
     )
 
@@ -293,7 +293,7 @@ def test_ranks_in_one_process(device, monkeypatch, world_size, case, layout):
     groups = [Group(number=rank, world_size=world_size) for rank in range(world_size)]
     local = [cp_ranks.local_case(case, layout, device, group=group) for group in groups]
     with poisoned(device):
-        found = step_of_ranks(ranks, local)
+        results = step_of_ranks(ranks, local)
         with torch.inference_mode():
             again = ranks.play(
                 [
@@ -301,9 +301,9 @@ def test_ranks_in_one_process(device, monkeypatch, world_size, case, layout):
                     for inputs, _ in local
                 ]
             )
-    for outputs, (o, final_state) in zip(found, again, strict=True):
+    for outputs, (o, final_state) in zip(results, again, strict=True):
         assert device == "cuda" or (torch.equal(outputs["o"], o) and torch.equal(outputs["final_state"], final_state))
-    check(case, layout, [{(case, layout): {name: x.cpu() for name, x in of_rank.items()}} for of_rank in found])
+    check(case, layout, [{(case, layout): {name: x.cpu() for name, x in of_rank.items()}} for of_rank in results])
 
 
 def test_a_loss_on_the_state_where_a_sequence_goes_on(monkeypatch):
@@ -312,7 +312,7 @@ def test_a_loss_on_the_state_where_a_sequence_goes_on(monkeypatch):
     local = [cp_ranks.local_case(ONE, "contiguous", "cpu", group=group) for group in groups]
     for seed, (_, gradients) in enumerate(local):
         gradients["dht"] = torch.randn(gradients["dht"].shape, generator=torch.Generator().manual_seed(seed)).double()
-    found = step_of_ranks(ranks, local)
+    results = step_of_ranks(ranks, local)
     whole = {
         name: x for name, x in make_inputs(ONE, "cpu").items() if name not in ("cu_seqlens", "q", "k", "v", "g", "beta")
     }
@@ -324,7 +324,7 @@ def test_a_loss_on_the_state_where_a_sequence_goes_on(monkeypatch):
         o, state = flash_qla.chunk_gated_delta_rule(**whole | tokens, initial_state=state, output_final_state=True)
         loss = loss + (o * gradients["do"]).sum() + (state * gradients["dht"]).sum()
     loss.backward()
-    for tokens, outputs in zip(leaves, found, strict=True):
+    for tokens, outputs in zip(leaves, results, strict=True):
         for name, x in tokens.items():
             torch.testing.assert_close(outputs[ALL_GRADIENTS_OF[name]], x.grad, rtol=1e-9, atol=1e-9)
 
@@ -514,9 +514,9 @@ def test_a_context_with_flas_fields():
     fields = {field.name: getattr(context, field.name) for field in dataclasses.fields(CPContext)}
     del fields["sequences"], fields["num_tokens"]
     theirs = SimpleNamespace(**fields | {"group": None, "pre_num_ranks_dev": None})
-    found = flash_qla.chunk_gated_delta_rule(**inputs, cp_context=theirs, output_final_state=True)
+    actual = flash_qla.chunk_gated_delta_rule(**inputs, cp_context=theirs, output_final_state=True)
     expected = flash_qla.chunk_gated_delta_rule(**inputs, cu_seqlens=cu_seqlens, output_final_state=True)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def test_contexts_that_do_not_do():
@@ -546,16 +546,16 @@ def test_another_default_device():
     v = inputs["v"].requires_grad_()
 
     def results():
-        given = alone(inputs)
-        o, final_state = flash_qla.chunk_gated_delta_rule(**given, output_final_state=True)
-        halo = exchange_halo(v, given["cp_context"])
+        arguments = alone(inputs)
+        o, final_state = flash_qla.chunk_gated_delta_rule(**arguments, output_final_state=True)
+        halo = exchange_halo(v, arguments["cp_context"])
         (dv,) = torch.autograd.grad(o.sum() + final_state.sum() + halo.sum(), v)
-        return given["cp_context"].cu_seqlens, o, final_state, halo, dv
+        return arguments["cp_context"].cu_seqlens, o, final_state, halo, dv
 
     expected = results()
     with torch.device("meta"):
-        found = results()
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        actual = results()
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("state_dtype", [torch.int32, torch.bool, torch.float8_e4m3fn])
@@ -607,20 +607,20 @@ def test_the_workspace_of_a_trace(monkeypatch, op):
         arguments = make_inputs(case, "cpu") | make_gradients(case, "cpu") | {"map_sequences": [0]}
         arguments |= {"g_raw": arguments["g"], "g": None} if op == "backward" else {}
         arguments |= {"auto_cp": True, "use_qk_l2norm_in_kernel": False} | options
-        given = {name: arguments[name] for name in names & arguments.keys()}
+        op_arguments = {name: arguments[name] for name in names & arguments.keys()}
         with FakeTensorMode():
             fakes = {
                 name: torch.empty(x.shape, dtype=x.dtype, device="cuda") if isinstance(x, torch.Tensor) else x
-                for name, x in given.items()
+                for name, x in op_arguments.items()
             }
-            found = begin(**fakes)[1].shape[0]
+            workspace_bytes = begin(**fakes)[1].shape[0]
         shape = {"B": 1, "T": 10000, "N": len(case.lengths or (0,)), "H_k": 2, "H_v": 4, "K": case.K, "V": case.V}
         shape |= {"varlen": bool(case.lengths), "auto_cp": arguments["auto_cp"], "over_ranks": True}
         shape |= {"use_qk_l2norm": arguments["use_qk_l2norm_in_kernel"]} | _C.cards()["H200"]
         if op == "backward":
             shape["activations"] = bool({"use_gate_in_kernel", "use_beta_sigmoid_in_kernel"} & options.keys())
-        assert found == getattr(_C, f"{op}_dispatch")(**shape).workspace_bytes, (case, options)
-        sizes.add(found)
+        assert workspace_bytes == getattr(_C, f"{op}_dispatch")(**shape).workspace_bytes, (case, options)
+        sizes.add(workspace_bytes)
     assert len(sizes) > (2 if op == "forward" else 4)  # the options matter
 
 
@@ -643,11 +643,11 @@ def test_a_symbolic_number_of_tokens_stays_symbolic(monkeypatch, op):
 
         with FakeTensorMode(shape_env=ShapeEnv()) as mode:
             fakes = {name: fake(arguments[name]) for name in names & arguments.keys()}
-            found = begin(**fakes)[1]
+            buffer = begin(**fakes)[1]
         symbolic = of_tokens is not DimDynamic.STATIC
-        assert isinstance(found.shape[0], torch.SymInt) == symbolic
+        assert isinstance(buffer.shape[0], torch.SymInt) == symbolic
         assert (str(fakes["q"].shape[1]) != str(T)) == symbolic, "a guard has fixed it"
-        return found
+        return buffer
 
     dispatch = getattr(_C, f"{op}_dispatch")(1, T, 2, 1, 2, over_ranks=True, **_C.cards()["H200"])
     assert workspace(DimDynamic.STATIC).shape == (dispatch.workspace_bytes,)

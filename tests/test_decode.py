@@ -210,8 +210,8 @@ def check_call(inputs: dict) -> torch.Tensor:
     before = inputs["state_pool"].clone()
     expected, states = states_after_tokens(inputs)
     o = decode_gated_delta_rule(**inputs)
-    found = zip(slots_of(inputs), states, strict=True)
-    check(inputs, {slot: s[-1] for slot, s in found if len(s) > 1}, o, expected, before)
+    slot_states = zip(slots_of(inputs), states, strict=True)
+    check(inputs, {slot: s[-1] for slot, s in slot_states if len(s) > 1}, o, expected, before)
     return o
 
 
@@ -303,12 +303,12 @@ def packed(inputs: dict, one_token: bool, stride: int = 1) -> dict:
     mixed_qkv = torch.cat([inputs[name].flatten(2) for name in ("q", "k", "v")], -1)
     wider = mixed_qkv.new_full((*mixed_qkv.shape[:2], 3, mixed_qkv.shape[2] * stride), float("nan"))
     wider[:, :, 1, ::stride] = mixed_qkv
-    found = {name: x for name, x in inputs.items() if name not in ("q", "k", "v")} | {
+    arguments = {name: x for name, x in inputs.items() if name not in ("q", "k", "v")} | {
         "mixed_qkv": wider[:, :, 1, ::stride]
     }
     if one_token:
-        found |= {name: found[name].squeeze(1) for name in ("mixed_qkv", "a", "b")}
-    return found
+        arguments |= {name: arguments[name].squeeze(1) for name in ("mixed_qkv", "a", "b")}
+    return arguments
 
 
 @pytest.mark.usefixtures("errors_change_nothing")
@@ -408,8 +408,8 @@ def test_wrong_arguments(change, texts):
             decode_gated_delta_rule(**on_meta(make_inputs(Case(T=2)) | change))
 
 
-def indices(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
+def indices(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 TABLE = {"state_indices": indices(3, 5, 7).reshape(3, 1)}

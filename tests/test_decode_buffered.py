@@ -300,9 +300,9 @@ def test_wrong_memory_and_contents(change, text):
 def test_slots_that_are_not_contiguous(name):
     """With a gap in any dimension of a slot; the slots themselves may be apart."""
     call = make_call(Case(), 3)
-    given = call[name]
-    for dim in range(given.dim()):
-        spread = torch.repeat_interleave(given, 2, dim)[(slice(None),) * dim + (slice(None, None, 2),)]
+    cache = call[name]
+    for dim in range(cache.dim()):
+        spread = torch.repeat_interleave(cache, 2, dim)[(slice(None),) * dim + (slice(None, None, 2),)]
         arguments = {x: y.clone() if isinstance(y, torch.Tensor) else y for x, y in call.items()} | {name: spread}
         if dim == 0:
             assert torch.equal(decode_gated_delta_rule_buffered(**arguments), decode_gated_delta_rule_buffered(**call))
@@ -334,9 +334,9 @@ def test_positions_outside(positions):
     for name in written[1:]:
         call[name].copy_(-torch.rand(call[name].shape, generator=generator))
     copies = {name: call[name].clone() for name in written}
-    given = torch.tensor(positions, dtype=torch.int32, device="cuda")
-    o = decode_gated_delta_rule_buffered(**call | {"write_pos": given})
-    assert torch.equal(o, decode_gated_delta_rule_buffered(**call | copies | {"write_pos": given.clamp(0, 2)}))
+    write_pos = torch.tensor(positions, dtype=torch.int32, device="cuda")
+    o = decode_gated_delta_rule_buffered(**call | {"write_pos": write_pos})
+    assert torch.equal(o, decode_gated_delta_rule_buffered(**call | copies | {"write_pos": write_pos.clamp(0, 2)}))
     assert all(torch.equal(call[name], copies[name]) for name in written)
 
 

@@ -191,9 +191,9 @@ def test_a_table_of_slots(case, device):
     expected = copied(arguments)
     y = flash_qla.decode_gated_delta_net(**expected)
     for indices in (table, table.mT.contiguous().mT, table[:, 0]):
-        found = copied(arguments) | {"state_indices": indices}
-        assert same(flash_qla.decode_gated_delta_net(**found), y)
-        assert all(same(found[name], expected[name]) for name in ("window_pool", "state_pool"))
+        actual = copied(arguments) | {"state_indices": indices}
+        assert same(flash_qla.decode_gated_delta_net(**actual), y)
+        assert all(same(actual[name], expected[name]) for name in ("window_pool", "state_pool"))
 
 
 def launched(call, folder) -> list[str]:

@@ -46,8 +46,8 @@ def make(case: Case, device: str, seed: int = 0) -> dict:
     x, N = test_decode_region.make(one, device, seed), len(case.indices)
     generator = torch.Generator().manual_seed(seed + 1)
 
-    def table(numbers):
-        return torch.tensor(numbers, dtype=torch.int64 if case.int64 else torch.int32, device=device)
+    def table(values):
+        return torch.tensor(values, dtype=torch.int64 if case.int64 else torch.int32, device=device)
 
     def randn(*shape, like):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device).to(like.dtype)
@@ -60,8 +60,8 @@ def make(case: Case, device: str, seed: int = 0) -> dict:
         x["cu_seqlens"] = table([sum(case.lengths[:n]) for n in range(N + 1)])
     if case.accepted:
         slots, columns = N * case.steps + 3, case.W - 2 + case.steps
-        numbers = torch.randperm(slots - 1, generator=generator)[: N * case.steps] + 1
-        indices = numbers.view(N, case.steps)
+        permutation = torch.randperm(slots - 1, generator=generator)[: N * case.steps] + 1
+        indices = permutation.view(N, case.steps)
         indices[torch.tensor(case.indices) < 0] = -1
         x["state_indices"] = table(indices.tolist())
         if case.with_write_indices:
@@ -146,10 +146,10 @@ def expected(x: dict) -> dict:
                 after["state_pool"][at["write_indices"][n][t]] = state
             elif x["update_state"] and t == end - begin - 1:
                 after["state_pool"][slots[accepted - 1]] = state
-            kept = at["intermediate_indices"][n] if "intermediate_indices" in at else n
-            for name, number in (("intermediate_states", state), ("intermediate_windows", window)):
-                if name in after and kept >= 0 and t < after[name].shape[1] and number is not None:
-                    after[name][kept, t] = number[0] if "windows" in name else number
+            intermediate_row = at["intermediate_indices"][n] if "intermediate_indices" in at else n
+            for name, value in (("intermediate_states", state), ("intermediate_windows", window)):
+                if name in after and intermediate_row >= 0 and t < after[name].shape[1] and value is not None:
+                    after[name][intermediate_row, t] = value[0] if "windows" in name else value
             if windows is not None and x["update_state"] and t == end - begin - 1:
                 rows = torch.cat([windows[0], tokens["mixed"][row, begin:end][path[1:]].mT], -1)
                 if "num_accepted_tokens" in at:
@@ -220,11 +220,11 @@ def draw(r: random.Random, sizes: dict) -> Case:
 
 def check(case: Case, device: str, seed: int = 0) -> None:
     arguments = make(case, device, seed)
-    found = copied(arguments)
+    inputs = copied(arguments)
     for name in WRITTEN[2:]:
         if arguments.get(name) is not None:
-            found[name] = slide(arguments[name]) if case.sliding and "windows" in name else arguments[name].clone()
-    results = {"y": flash_qla.decode_gated_delta_net(**found)} | {name: found.get(name) for name in WRITTEN}
+            inputs[name] = slide(arguments[name]) if case.sliding and "windows" in name else arguments[name].clone()
+    results = {"y": flash_qla.decode_gated_delta_net(**inputs)} | {name: inputs.get(name) for name in WRITTEN}
     for name, x in expected(arguments).items():
         if "window" in name:
             assert torch.equal(results[name].cpu().double(), x), name

@@ -65,9 +65,9 @@ def segments_of(lengths: list[int], segment_chunks: int) -> int:
     return sum(max(1, -(-chunks_of(length) // segment_chunks)) for length in lengths)
 
 
-def launch_of(found: _C.ForwardDispatch) -> dict:
+def launch_of(decision: _C.ForwardDispatch) -> dict:
     """The decision without the prediction."""
-    return {name: getattr(found, name) for name in found.__match_args__ if name != "predicted_us"}
+    return {name: getattr(decision, name) for name in decision.__match_args__ if name != "predicted_us"}
 
 
 # Answers
@@ -77,29 +77,29 @@ def launch_of(found: _C.ForwardDispatch) -> dict:
 def test_fields_belong_together(auto_cp):
     generator = random.Random(0)
     for shape in SHAPES:
-        found = _C.forward_dispatch(**shape, auto_cp=auto_cp)
-        assert found.value_tile in TILES
-        assert not is_wide(shape) or (found.value_tile, found.fused) == (128, 0), shape
-        assert not found.fused or found.value_tile == 128, shape
-        heads, group = found.heads_per_cta, shape["H_v"] // shape["H_k"]
+        decision = _C.forward_dispatch(**shape, auto_cp=auto_cp)
+        assert decision.value_tile in TILES
+        assert not is_wide(shape) or (decision.value_tile, decision.fused) == (128, 0), shape
+        assert not decision.fused or decision.value_tile == 128, shape
+        heads, group = decision.heads_per_cta, shape["H_v"] // shape["H_k"]
         assert 1 <= heads <= 4 and group % heads == 0, shape
         assert heads == 1 or chunk_slots(shape) * shape["H_v"] // heads >= 132, shape
-        tiles = found.segments * shape["H_v"] * tiles_of(shape, found.value_tile)
-        assert found.ctas == min(tiles, shape.get("sm_count", 132)), shape
-        assert math.isfinite(found.predicted_us) and found.predicted_us > 0
+        tiles = decision.segments * shape["H_v"] * tiles_of(shape, decision.value_tile)
+        assert decision.ctas == min(tiles, shape.get("sm_count", 132)), shape
+        assert math.isfinite(decision.predicted_us) and decision.predicted_us > 0
         if shape["N"] == 1 or not shape["varlen"] or not auto_cp:
-            assert found.cut_above == 0, shape  # the host knows
+            assert decision.cut_above == 0, shape  # the host knows
         else:
-            assert (found.cut_above > 0) == (found.segment_chunks > 0), shape
-            assert found.segment_chunks <= found.cut_above, shape
-        assert found.cut_above < max(shape["N"] * chunks_of(shape["T"]), 1), shape
-        if found.segment_chunks == 0:
-            assert found.segments == shape["N"], shape
+            assert (decision.cut_above > 0) == (decision.segment_chunks > 0), shape
+            assert decision.segment_chunks <= decision.cut_above, shape
+        assert decision.cut_above < max(shape["N"] * chunks_of(shape["T"]), 1), shape
+        if decision.segment_chunks == 0:
+            assert decision.segments == shape["N"], shape
             continue
-        assert auto_cp and found.segment_chunks > 0
+        assert auto_cp and decision.segment_chunks > 0
         for _ in range(10):
-            needed = segments_of(lengths_of(shape, generator), found.segment_chunks)
-            assert needed <= found.segments, shape
+            needed = segments_of(lengths_of(shape, generator), decision.segment_chunks)
+            assert needed <= decision.segments, shape
 
 
 @pytest.mark.parametrize("segment_chunks", (1, 2, 5, 16))
@@ -108,14 +108,14 @@ def test_segment_slots_are_enough(segment_chunks):
     generator = random.Random(segment_chunks)
     with forward_mode(segment_chunks=segment_chunks):
         for shape in SHAPES:
-            found = _C.forward_dispatch(**shape)
-            assert found.segment_chunks == segment_chunks
+            decision = _C.forward_dispatch(**shape)
+            assert decision.segment_chunks == segment_chunks
             if not shape["varlen"]:
-                assert found.segments == segments_of(lengths_of(shape, generator), segment_chunks), shape
+                assert decision.segments == segments_of(lengths_of(shape, generator), segment_chunks), shape
                 continue
             for _ in range(20):
-                assert segments_of(lengths_of(shape, generator), segment_chunks) <= found.segments, shape
-            assert found.segments <= shape["N"] + chunk_slots(shape) // segment_chunks, shape
+                assert segments_of(lengths_of(shape, generator), segment_chunks) <= decision.segments, shape
+            assert decision.segments <= shape["N"] + chunk_slots(shape) // segment_chunks, shape
 
 
 def workspace_of(*regions: int) -> int:
@@ -131,19 +131,19 @@ def tables_of(shape: dict, segments: int) -> tuple[int, ...]:
 def test_workspace_is_what_the_kernels_need():
     for shape, segment_chunks in itertools.product(SHAPES, (-1, 0, 2)):
         with forward_mode(segment_chunks=segment_chunks):
-            found = _C.forward_dispatch(**shape)
-        regions = list(tables_of(shape, found.segments)) if found.planned else []
+            decision = _C.forward_dispatch(**shape)
+        regions = list(tables_of(shape, decision.segments)) if decision.planned else []
         H_v, K, chunks = shape["H_v"], instance_K(shape), chunk_slots(shape)
-        if not (found.fused and found.segment_chunks == 0):
+        if not (decision.fused and decision.segment_chunks == 0):
             # Gates; the gated inverse and the attention, of each ten of the sixteen blocks of 16 x 16.
             regions += [chunks * H_v * 5 * CHUNK * 4, chunks * H_v * 2 * 10 * 16 * 16 * 2]
-        if found.segment_chunks:
+        if decision.segment_chunks:
             # The state before it; its map in two parts; whether it is skipped.
             of_segment = tiles_of(shape) * TILE * K * 4, 2 * K * K * 2, 4
-            regions += [found.segments * H_v * size for size in of_segment]
-        if found.fused and found.segment_chunks:  # what the segments remember, and which heads need maps
-            regions += [4 * found.segments * H_v, 4 * shape["N"] * H_v]
-        assert found.workspace_bytes == workspace_of(*regions), shape
+            regions += [decision.segments * H_v * size for size in of_segment]
+        if decision.fused and decision.segment_chunks:  # what the segments remember, and which heads need maps
+            regions += [4 * decision.segments * H_v, 4 * shape["N"] * H_v]
+        assert decision.workspace_bytes == workspace_of(*regions), shape
 
 
 def test_default_arguments():
@@ -168,8 +168,8 @@ def test_context_parallelism_is_for_few_heads_and_long_sequences(varlen):
 
 def test_device_is_left_the_choice_where_one_sequence_may_be_long():
     """Eight sequences of 4096 tokens need no segments on these heads, one of 24576 among seven short ones does."""
-    found = _C.forward_dispatch(1, 32768, 8, 2, 8)
-    assert 4096 // CHUNK < found.cut_above < 24576 // CHUNK
+    decision = _C.forward_dispatch(1, 32768, 8, 2, 8)
+    assert 4096 // CHUNK < decision.cut_above < 24576 // CHUNK
     without = _C.forward_dispatch(8, 4096, 8, 2, 8, varlen=False)
     assert without.segment_chunks == 0
     # The offer costs little if all sequences are equal.
@@ -181,46 +181,45 @@ def test_device_is_left_the_choice_where_one_sequence_may_be_long():
 def test_only_sequences_that_fit_are_considered(dispatch, portable):
     """Maps for each of many short sequences are not reserved for one that is longer than all tokens."""
     for (T, N), (H_k, H_v) in itertools.product(((318, 256), (487, 256), (1551, 256), (19645, 4096)), HEADS):
-        found = dispatch(1, T, N, H_k, H_v, portable=portable)
-        assert max(found.segment_chunks, found.cut_above) < chunks_of(T), (T, N, H_k, H_v)
+        decision = dispatch(1, T, N, H_k, H_v, portable=portable)
+        assert max(decision.segment_chunks, decision.cut_above) < chunks_of(T), (T, N, H_k, H_v)
 
 
 def test_calls_of_ranks_cut_whatever_can_be_cut():
     """They always cut, for maps of whole sequences, and run two kernels. auto_cp=False leaves sequences whole."""
     for shape in SHAPES:
         for function in (_C.forward_dispatch, _C.backward_dispatch):
-            found = function(**shape, over_ranks=True)
+            decision = function(**shape, over_ranks=True)
             chunks = chunks_of(shape["B"] * shape["T"]) // shape["N"]
-            assert found.cut_above == 0 and (chunks < 4 or found.segment_chunks > 0), shape
-            assert (
-                found.workspace_bytes > function(**shape, over_ranks=True, auto_cp=False).workspace_bytes or chunks < 4
-            )
-            assert function(**shape, over_ranks=True, auto_cp=False).segment_chunks == 0
+            assert decision.cut_above == 0 and (chunks < 4 or decision.segment_chunks > 0), shape
+            without = function(**shape, over_ranks=True, auto_cp=False)
+            assert decision.workspace_bytes > without.workspace_bytes or chunks < 4
+            assert without.segment_chunks == 0
         assert not _C.forward_dispatch(**shape, over_ranks=True).fused
 
 
 def test_context_parallelism_gives_every_sm_work():
     without = _C.forward_dispatch(1, 32768, 1, 2, 8, auto_cp=False)
-    found = _C.forward_dispatch(1, 32768, 1, 2, 8)
-    assert without.ctas <= 16 and found.ctas > 66
-    assert found.predicted_us < without.predicted_us / 2
+    decision = _C.forward_dispatch(1, 32768, 1, 2, 8)
+    assert without.ctas <= 16 and decision.ctas > 66
+    assert decision.predicted_us < without.predicted_us / 2
 
 
 @pytest.mark.parametrize("dispatch", (_C.forward_dispatch, _C.backward_dispatch), ids=("forward", "backward"))
 def test_auto_cp_never_predicts_slower(dispatch):
     for shape in SHAPES:
-        found, without = (dispatch(**shape, auto_cp=auto_cp) for auto_cp in (True, False))
-        assert found.predicted_us <= without.predicted_us, shape
+        decision, without = (dispatch(**shape, auto_cp=auto_cp) for auto_cp in (True, False))
+        assert decision.predicted_us <= without.predicted_us, shape
 
 
 def test_calls_without_a_plan():
     """The op has none if one kernel does all, and each CTA has one piece of work."""
-    found = {}
+    decisions = {}
     for N in (1, 4, 16, 17, 32, 33):
         with forced_dispatch(forward={"fused": True, "segment_chunks": 0}):
-            found[N] = _C.forward_dispatch(1, 64 * N, N, 2, 8, varlen=True)
-        assert found[N].fused and found[N].planned == (8 * N > 132), N  # SMs
-        assert (found[N].workspace_bytes == 0) == (not found[N].planned), N
+            decisions[N] = _C.forward_dispatch(1, 64 * N, N, 2, 8, varlen=True)
+        assert decisions[N].fused and decisions[N].planned == (8 * N > 132), N  # SMs
+        assert (decisions[N].workspace_bytes == 0) == (not decisions[N].planned), N
     assert _C.forward_dispatch(1, 64, 1, 2, 8, low_level=True).planned
     assert _C.forward_dispatch(1, 32768, 1, 2, 8).planned
 
@@ -228,10 +227,10 @@ def test_calls_without_a_plan():
 def test_more_tokens_take_longer():
     lengths = (64, 512, 2048, 8192, 32768, 131072)
     for (H_k, H_v), N, auto_cp in itertools.product(HEADS, (1, 4), (True, False)):
-        found = [_C.forward_dispatch(1, T * N, N, H_k, H_v, auto_cp=auto_cp) for T in lengths]
+        decisions = [_C.forward_dispatch(1, T * N, N, H_k, H_v, auto_cp=auto_cp) for T in lengths]
         # One kernel needs less memory than two, and none without a plan, so memory is compared within each path.
-        paths = ([row for row in found if row.planned and row.fused == fused] for fused in (False, True))
-        for values in ([row.predicted_us for row in found], *([row.workspace_bytes for row in path] for path in paths)):
+        paths = ([row for row in decisions if row.planned and row.fused == fused] for fused in (False, True))
+        for values in ([x.predicted_us for x in decisions], *([x.workspace_bytes for x in path] for path in paths)):
             assert all(before < after for before, after in itertools.pairwise(values)), values
         every_chunk = [_C.forward_dispatch(1, T, 1, H_k, H_v, auto_cp=auto_cp) for T in range(64, 64 * 200, 64)]
         assert all(x.predicted_us <= y.predicted_us for x, y in itertools.pairwise(every_chunk))
@@ -277,9 +276,9 @@ def test_override(value_tile, segment_chunks):
         for shape in SHAPES:
             if is_wide(shape) and value_tile == 64:
                 continue
-            found = _C.forward_dispatch(**shape)
-            assert (found.value_tile, found.segment_chunks) == (value_tile, segment_chunks)
-            assert math.isfinite(found.predicted_us) and found.predicted_us > 0, (shape, found)
+            decision = _C.forward_dispatch(**shape)
+            assert (decision.value_tile, decision.segment_chunks) == (value_tile, segment_chunks)
+            assert math.isfinite(decision.predicted_us) and decision.predicted_us > 0, (shape, decision)
             without = _C.forward_dispatch(**shape, auto_cp=False)
             assert (without.value_tile, without.segment_chunks) == (value_tile, 0)
             assert without.segments == shape["N"]
@@ -295,8 +294,8 @@ def test_options_of_a_prefill():
         assert not _C.forward_dispatch(*fused, **option).fused
         segment_chunks = _C.forward_dispatch(*cut, **option).segment_chunks
         assert (segment_chunks > 0) == ("float8" in option), option
-    without, found = (_C.forward_dispatch(*fused, checkpoint_every=x) for x in (0, 64))
-    assert found.fused and found.workspace_bytes > without.workspace_bytes  # for the chunks that begin at checkpoints
+    without, decision = (_C.forward_dispatch(*fused, checkpoint_every=x) for x in (0, 64))
+    assert decision.fused and decision.workspace_bytes > without.workspace_bytes  # for chunks that begin at checkpoints
     wrong = (
         ({"checkpoint_every": -1}, "checkpoint_every is -1, expected at least 0"),
         ({"resumable": True}, "resumable is 1, expected False without checkpoint_every"),
@@ -325,8 +324,8 @@ def test_override_of_the_fused_kernel():
             low_level = _C.forward_dispatch(**shape, low_level=True)  # which writes A, too
         assert unfused.predicted_us < low_level.predicted_us, shape
         assert launch_of(unfused) == launch_of(low_level), shape
-        found = _C.forward_dispatch(**shape)
-        assert found == (fused if fused.predicted_us <= unfused.predicted_us else unfused), shape
+        decision = _C.forward_dispatch(**shape)
+        assert decision == (fused if fused.predicted_us <= unfused.predicted_us else unfused), shape
 
 
 @pytest.mark.parametrize("low_level", (False, True))
@@ -358,19 +357,19 @@ def test_override_of_the_fused_kernel_for_segments():
         for cut_above in (0, 9):
             mode = {"segment_chunks": 4, "fused": True, "cut_above": cut_above}
             with forced_dispatch(forward=mode):
-                found = _C.forward_dispatch(**shape)
+                decision = _C.forward_dispatch(**shape)
                 unfused = _C.forward_dispatch(**shape, output_h=True)
                 whole = _C.forward_dispatch(**shape, auto_cp=False)
-            assert found.fused == whole.fused == (not is_wide(shape)), shape
-            assert (found.segment_chunks, found.cut_above) == (4, cut_above)
+            assert decision.fused == whole.fused == (not is_wide(shape)), shape
+            assert (decision.segment_chunks, decision.cut_above) == (4, cut_above)
             assert not unfused.fused and unfused.segment_chunks == 4, shape
             assert whole.segment_chunks == 0, shape
 
 
 def test_the_fused_kernel_takes_segments_where_a_head_is_no_group_of_four():
     for H_k, H_v, expected in ((16, 16, True), (16, 32, True), (2, 8, False)):
-        found = _C.forward_dispatch(1, 32768, 1, H_k, H_v, **_C.cards()["H100 SXM"])
-        assert found.fused == expected and found.segment_chunks > 0, (H_k, H_v)
+        decision = _C.forward_dispatch(1, 32768, 1, H_k, H_v, **_C.cards()["H100 SXM"])
+        assert decision.fused == expected and decision.segment_chunks > 0, (H_k, H_v)
 
 
 def test_a_slower_memory_favours_the_fused_kernel():
@@ -387,9 +386,9 @@ def test_override_of_one_leaves_the_other_to_the_cost_model():
     decided = _C.forward_dispatch(*shape)
     for value_tile in TILES:
         with forced_dispatch(forward={"value_tile": value_tile}):
-            found = _C.forward_dispatch(*shape)
-        assert found.value_tile == value_tile and found.segment_chunks > 0
-        assert found.predicted_us >= decided.predicted_us
+            decision = _C.forward_dispatch(*shape)
+        assert decision.value_tile == value_tile and decision.segment_chunks > 0
+        assert decision.predicted_us >= decided.predicted_us
     with forced_dispatch(forward={"segment_chunks": 0}):
         assert _C.forward_dispatch(*shape) == _C.forward_dispatch(*shape, auto_cp=False)
     with forced_dispatch(forward={"segment_chunks": decided.segment_chunks}):
@@ -409,21 +408,21 @@ def test_backward_segments_and_workspace(segment_chunks):
     for plain, norm in zip(SHAPES, itertools.cycle(NORMS)):
         shape = plain | norm
         with backward_mode(segment_chunks):
-            found = _C.backward_dispatch(**shape)
-        assert math.isfinite(found.predicted_us) and found.predicted_us > 0
-        assert segment_chunks in (-1, found.segment_chunks)
-        if found.segment_chunks == 0:
-            assert found.segments == shape["N"] and found.cut_above == 0, shape
+            decision = _C.backward_dispatch(**shape)
+        assert math.isfinite(decision.predicted_us) and decision.predicted_us > 0
+        assert segment_chunks in (-1, decision.segment_chunks)
+        if decision.segment_chunks == 0:
+            assert decision.segments == shape["N"] and decision.cut_above == 0, shape
         else:
             for _ in range(10):
-                needed = segments_of(lengths_of(shape, generator), found.segment_chunks)
-                assert needed <= found.segments <= shape["N"] + chunk_slots(shape) // found.segment_chunks, shape
-        if segment_chunks == -1 and found.segment_chunks > 0 and shape["varlen"] and shape["N"] > 1:
-            assert found.segment_chunks <= found.cut_above < shape["N"] * chunks_of(shape["T"]), shape
+                needed = segments_of(lengths_of(shape, generator), decision.segment_chunks)
+                assert needed <= decision.segments <= shape["N"] + chunk_slots(shape) // decision.segment_chunks, shape
+        if segment_chunks == -1 and decision.segment_chunks > 0 and shape["varlen"] and shape["N"] > 1:
+            assert decision.segment_chunks <= decision.cut_above < shape["N"] * chunks_of(shape["T"]), shape
         rows, K, H_v, chunks = tiles_of(shape) * TILE, instance_K(shape), shape["H_v"], chunk_slots(shape)
         normalize = shape.get("use_qk_l2norm", False)
         inside = normalize and not is_wide(shape) and not shape.get("fp16", False)  # no kernels for the l2norm alone
-        regions = [*tables_of(shape, found.segments)]
+        regions = [*tables_of(shape, decision.segments)]
         # Two tables of gates; L and P, of each ten of the sixteen blocks of 16 x 16.
         regions += [chunks * H_v * size * CHUNK * 4 for size in (5, 5 + 2 * inside)] + [chunks * H_v * 2 * 10 * 256 * 2]
         tokens = shape["B"] * shape["T"]
@@ -433,15 +432,15 @@ def test_backward_segments_and_workspace(segment_chunks):
         if normalize and not inside:  # normalized queries and keys, and by which factors
             regions += [2 * tokens * shape["H_k"] * size for size in (shape.get("K", 128) * 2, 4)]
         h, maps = chunks * H_v * K * rows * 2, 0
-        if found.segment_chunks:  # the state before it, the gradient after it; its skips; its map in two parts
-            regions += [found.segments * H_v * size for size in (rows * K * 4, rows * K * 4, 4, 4)]
-            maps = found.segments * H_v * 2 * K * K * 2
+        if decision.segment_chunks:  # the state before it, the gradient after it; its skips; its map in two parts
+            regions += [decision.segments * H_v * size for size in (rows * K * 4, rows * K * 4, 4, 4)]
+            maps = decision.segments * H_v * 2 * K * K * 2
         regions.append(max(h, maps))  # in one place
         # dg and dbeta of each tile or, with wide keys, of each half of the channels; a chunk's part of dA_log and
         # ddt_bias; counters.
         count = K // 128 if is_wide(shape) else tiles_of(shape)
         parts = [*[count * tokens * H_v * 4] * 2, chunks * H_v * 2 * 4, -(-H_v // 8) * 4]
-        assert found.workspace_bytes == workspace_of(*regions, *(parts if count > 1 else [])), shape
+        assert decision.workspace_bytes == workspace_of(*regions, *(parts if count > 1 else [])), shape
         with backward_mode(segment_chunks):
             inside = _C.backward_dispatch(**shape, activations=True)
         assert inside.workspace_bytes == workspace_of(*regions, *parts), shape
@@ -477,8 +476,8 @@ def test_override_of_the_backward():
     for segment_chunks, cut_above in ((0, 0), (1, 0), (5, 0), (5, 9), (1000, 0)):
         with forced_dispatch(backward={"segment_chunks": segment_chunks, "cut_above": cut_above}):
             for shape in SHAPES:
-                found = _C.backward_dispatch(**shape)
-                assert (found.segment_chunks, found.cut_above) == (segment_chunks, cut_above)
+                decision = _C.backward_dispatch(**shape)
+                assert (decision.segment_chunks, decision.cut_above) == (segment_chunks, cut_above)
                 assert _C.backward_dispatch(**shape, auto_cp=False).segment_chunks == 0
             assert [_C.forward_dispatch(**shape) for shape in SHAPES] == forward
     assert [_C.backward_dispatch(**shape) for shape in SHAPES] == before
@@ -573,5 +572,5 @@ def test_impossible_shapes():
 
 
 def test_no_tokens():
-    found = _C.forward_dispatch(1, 0, 1, 2, 8)
-    assert found.segment_chunks == 0 and found.workspace_bytes >= 0
+    decision = _C.forward_dispatch(1, 0, 1, 2, 8)
+    assert decision.segment_chunks == 0 and decision.workspace_bytes >= 0

@@ -113,5 +113,5 @@ def test_the_reference_has_every_function():
 def test_the_oldest_driver_is_that_of_the_library():
     floor = re.search(r"need NVIDIA driver (\d+) or newer", _C.obstacle(0, 9, 0))[1]
     for name in ("README.md", "CONTRIBUTING.md", "docs/support.md", "docs/wheels.md"):
-        said = re.findall(r"\bdrivers?(?: from)? (\d+)(?= or newer| on\b)", (ROOT / name).read_text())
-        assert said and set(said) == {floor}, name
+        versions = re.findall(r"\bdrivers?(?: from)? (\d+)(?= or newer| on\b)", (ROOT / name).read_text())
+        assert versions and set(versions) == {floor}, name

@@ -96,8 +96,8 @@ def test_one_kernel(package, arguments, status):
     result = subprocess.run(command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     kernel = arguments.split()[1]
     assert result.returncode == status and "MISS" not in result.stdout, result.stdout
-    found = rf"^{kernel} was not launched" if status else rf"^{kernel}_\w+ +\d+x"
-    assert re.search(found, result.stdout, re.MULTILINE), result.stdout
+    pattern = rf"^{kernel} was not launched" if status else rf"^{kernel}_\w+ +\d+x"
+    assert re.search(pattern, result.stdout, re.MULTILINE), result.stdout
 
 
 def test_every_kernel_has_a_call():

@@ -67,23 +67,23 @@ def install(folder: Path, sources: dict[str, str]) -> None:
 
 def install_release(folder: Path, engine: str, release: str) -> None:
     """The metadata of an installed engine."""
-    found = folder / f"{engine}-{release}.dist-info"
-    found.mkdir(parents=True)
-    (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {engine}\nVersion: {release}\n")
+    dist_info = folder / f"{engine}-{release}.dist-info"
+    dist_info.mkdir(parents=True)
+    (dist_info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {engine}\nVersion: {release}\n")
 
 
 def run_engine(engine: str, code: str, *folders: Path, **environment: str) -> str:
     """The output of a process of the engine."""
     path = os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", f"GROUP = {GROUPS[engine]!r}\n{LOADING}\n{code}"],
         cwd=folders[0],
         env={**os.environ, "PYTHONPATH": path, "FLASH_QLA_QUIET": "1", **environment},
         capture_output=True,
         text=True,
     )
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 RELEASES = [(engine, i) for engine in GROUPS for i in range(len(RECORDED[engine]))]
@@ -108,9 +108,9 @@ for path in modules:
             print("FOUND", path, name, function.__module__)
 """
     output = run_engine(engine, code, metadata, tmp_path, **{SWITCHES[engine]: "1"})
-    found = [line.split()[1:] for line in output.splitlines() if line.startswith("FOUND")]
+    actual = [line.split()[1:] for line in output.splitlines() if line.startswith("FOUND")]
     names = [(path, line.split("(")[0][4:]) for path, source in sources.items() for line in source.splitlines()]
-    assert sorted(found) == sorted([path, name, f"flash_qla.integrations.{engine}"] for path, name in names)
+    assert sorted(actual) == sorted([path, name, f"flash_qla.integrations.{engine}"] for path, name in names)
     for path in sources:
         assert f"INFO {engine}.flash_qla: {SWITCHES[engine]}=1: flash_qla replaces " in output
         assert f" of {path}\n" in output
@@ -169,7 +169,7 @@ QWEN, OLMO = (f"vllm.model_executor.layers.mamba.gdn.{name}_gdn_linear_attn" for
 
 
 @pytest.mark.parametrize(
-    ("release", "switch", "given", "what", "expected"),
+    ("release", "switch", "kernel", "what", "expected"),
     [
         ("VLLM_GDN_DECODE_KERNEL", "1", None, "fits", "triton"),
         ("VLLM_GDN_DECODE_KERNEL", "yes", None, "fits", "triton"),
@@ -180,7 +180,7 @@ QWEN, OLMO = (f"vllm.model_executor.layers.mamba.gdn.{name}_gdn_linear_attn" for
         ("VLLM_OTHER", "1", None, "fits", "None"),  # a release before 0.28.0
     ],
 )
-def test_drafts_of_vllm(release, switch, given, what, expected, metadata, tmp_path):
+def test_drafts_of_vllm(release, switch, kernel, what, expected, metadata, tmp_path):
     """vLLM's own kernel for drafts is off if flash_qla takes them, unless the environment asks for it."""
     sources = sources_of("vllm", RECORDED["vllm"][-1]["signatures"])
     if what == "has another function":
@@ -195,7 +195,7 @@ for path in {[QWEN, OLMO]!r}:
     importlib.import_module(path)
 print("KERNEL", os.environ.get("VLLM_GDN_DECODE_KERNEL"))
 """
-    environment = {"FLASH_QLA_VLLM": switch} | ({} if given is None else {"VLLM_GDN_DECODE_KERNEL": given})
+    environment = {"FLASH_QLA_VLLM": switch} | ({} if kernel is None else {"VLLM_GDN_DECODE_KERNEL": kernel})
     output = run_engine("vllm", code, tmp_path, metadata, **environment)
     assert output.splitlines()[-1] == f"KERNEL {expected}"
 

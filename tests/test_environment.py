@@ -45,7 +45,7 @@ def test_no_other_parser():
 
 def test_the_command_lists_those_that_are_set(tmp_path):
     """And the import warns of unknown words, also where the library reads a switch itself."""
-    given = {
+    settings = {
         "FLASH_QLA_ALLOW_SPILLS": ("True", "a build accepts kernels that spill registers"),
         "FLASH_QLA_CHECK": ("what", "off: expected one of 1, true, yes, on, 0, false, no, off"),
         "FLASH_QLA_CHEK": ("1", "no such variable"),
@@ -53,17 +53,17 @@ def test_the_command_lists_those_that_are_set(tmp_path):
         "FLASH_QLA_VLLM": ("no", "off"),
     }
     outer = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_QLA_")}
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "flash_qla"],
         cwd=tmp_path,
-        env=outer | {name: value for name, (value, _) in given.items()},
+        env=outer | {name: value for name, (value, _) in settings.items()},
         capture_output=True,
         text=True,
         check=True,
     )
-    lines = found.stdout.splitlines()
+    lines = result.stdout.splitlines()
     assert [x for x in lines if x.startswith("variable ")] == [
-        f"variable {name}={value}: {effect}" for name, (value, effect) in given.items()
+        f"variable {name}={value}: {effect}" for name, (value, effect) in settings.items()
     ]
-    warned = re.findall(r"UserWarning: (\w+=\w+) has no effect", found.stderr)
+    warned = re.findall(r"UserWarning: (\w+=\w+) has no effect", result.stderr)
     assert warned == ["FLASH_QLA_CHECK=what", "FLASH_QLA_QUIET=2"]

@@ -364,9 +364,9 @@ os._exit(0)
 def test_what_pytorch_says_is_passed_on():
     """An operator that fails below an op: its words, and not only which call it was."""
     lines = run_python(FAILING.format(tests=str(Path(__file__).parent)), FLASH_QLA_QUIET="1").splitlines()
-    said = dict(line.split(" said ") for line in lines if " said " in line)
-    assert said.keys() == {"copy_", "fill_.Scalar", "zero_"}
-    assert all("the reason" in text and "API call failed" not in text for text in said.values()), said
+    messages = dict(line.split(" said ") for line in lines if " said " in line)
+    assert messages.keys() == {"copy_", "fill_.Scalar", "zero_"}
+    assert all("the reason" in text and "API call failed" not in text for text in messages.values()), messages
 
 
 # Arguments of other types. The functions look at nothing before a call, and explain after it.
@@ -384,10 +384,10 @@ def minimal(function) -> dict:
     """Tensors for the arguments that have no default."""
     parameters = inspect.signature(function).parameters.values()
     required = [x.name for x in parameters if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
-    given = dict.fromkeys(required, torch.zeros(1, 3, 1, 8))
+    arguments = dict.fromkeys(required, torch.zeros(1, 3, 1, 8))
     if function is fla.fused_recurrent_gated_delta_rule:  # which ignores A_log without the gate
-        given |= dict.fromkeys(("g", "A_log"), torch.zeros(1, 3, 1)) | {"use_gate_in_kernel": True}
-    return given
+        arguments |= dict.fromkeys(("g", "A_log"), torch.zeros(1, 3, 1)) | {"use_gate_in_kernel": True}
+    return arguments
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda x: x.__name__)
@@ -410,9 +410,9 @@ def test_a_nested_tensor(function, layout):
     nested = torch.nested.nested_tensor([torch.zeros(3, 1, 8), torch.zeros(2, 1, 8)], layout=layout)
     expected = "cu_seqlens, such as" if "cu_seqlens" in inspect.signature(function).parameters else "a tensor of all"
     tensors = [name for name, x in arguments.items() if isinstance(x, torch.Tensor)]
-    for given in ({first: nested}, dict.fromkeys(tensors, nested)):
+    for changes in ({first: nested}, dict.fromkeys(tensors, nested)):
         with pytest.raises(TypeError, match=rf"^{function.__name__}: {first} is a NestedTensor; pass .*{expected}"):
-            function(**arguments | given)
+            function(**arguments | changes)
 
 
 WITH_STATE_DTYPE = [x for x in FUNCTIONS if arguments_of(x, torch.dtype)]
@@ -421,15 +421,15 @@ WITH_STATE_DTYPE = [x for x in FUNCTIONS if arguments_of(x, torch.dtype)]
 @pytest.mark.parametrize("function", WITH_STATE_DTYPE, ids=lambda x: x.__name__)
 def test_no_dtype_as_a_dtype(function):
     assert len(WITH_STATE_DTYPE) == 5 and arguments_of(function, torch.dtype) == ["state_dtype"]
-    given = good("chunk_gated_delta_rule", "cpu", T=5)
-    given = packed(given) if function is flash_qla.chunk_gated_delta_rule_packed else given
-    given = test_region.make(test_region.Case(), "cpu")[0] if function is flash_qla.gated_delta_net else given
+    arguments = good("chunk_gated_delta_rule", "cpu", T=5)
+    arguments = packed(arguments) if function is flash_qla.chunk_gated_delta_rule_packed else arguments
+    arguments = test_region.make(test_region.Case(), "cpu")[0] if function is flash_qla.gated_delta_net else arguments
     for value, came in (("fp16", "'fp16'"), (np.float16, "<class 'numpy.float16'>"), (16, "16")):
         with pytest.raises(TypeError, match=f"^{function.__name__}: state_dtype is {came}, expected a torch.dtype"):
-            function(**given, state_dtype=value)
+            function(**arguments, state_dtype=value)
     for value in (torch.int32, torch.float8_e8m0fnu, torch.bits8):  # the last two are unknown to the stable ABI
         with pytest.raises(RuntimeError, match=f"{function.__name__}: state_dtype is .*, expected bfloat16"):
-            function(**given, state_dtype=value)
+            function(**arguments, state_dtype=value)
 
 
 def test_an_error_of_the_op_stays():
@@ -495,12 +495,12 @@ def test_keywords_that_would_change_the_result_raise(name, value):
 )
 def test_keywords_that_are_nearly_right(function, keyword, meant):
     arguments = good("chunk_gated_delta_rule", "cpu", T=5)
-    given = {name: arguments[name] for name in ("q", "k", "v", "g", "beta")}
+    required = {name: arguments[name] for name in ("q", "k", "v", "g", "beta")}
     if function is fla.build_cp_context:
-        given = {"cu_seqlens": torch.tensor([0, 5]), "group": None}
+        required = {"cu_seqlens": torch.tensor([0, 5]), "group": None}
     expected = rf"^{function.__name__}\(\) got an unexpected keyword argument '{keyword}'. Did you mean '{meant}'\?$"
     with pytest.raises(TypeError, match=expected):
-        function(**given, **{keyword: None})
+        function(**required, **{keyword: None})
 
 
 @pytest.mark.parametrize("op", OPS[1:])

@@ -13,7 +13,7 @@ from subprocesses import run_python
 
 DTYPES = (torch.bfloat16, torch.float16)
 # Numbers of a dtype that spread, overflow or vanish
-NUMBERS = {
+HOSTILE_VALUES = {
     "nan": lambda dtype: float("nan"),
     "inf": lambda dtype: float("inf"),
     "minus inf": lambda dtype: -float("inf"),
@@ -33,7 +33,7 @@ def assert_same_parts(call, actual: dict, expected: dict, sequences):
             assert part is None or torch.equal(part, call.part(of, expected[of], n)), (of, n)
 
 
-KEPT = ("intermediate_states", "intermediate_windows")
+INTERMEDIATES = ("intermediate_states", "intermediate_windows")
 
 
 @every_op
@@ -42,15 +42,15 @@ def test_results_are_finite(device, name):
     call = make_call(name, device)
     results = call()
     assert results and all(x.isfinite().all() and x.any() for x in results.values())
-    for written in ("state_pool", "checkpoints", "window_pool", "window_checkpoints", *KEPT):
+    for written in ("state_pool", "checkpoints", "window_pool", "window_checkpoints", *INTERMEDIATES):
         if written in results:
             assert not torch.equal(results[written], call.arguments[written])
 
 
 @every_op
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("kind", HOSTILE_VALUES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_other_sequences_keep_their_bits(device, name, number, dtype):
+def test_other_sequences_keep_their_bits(device, name, kind, dtype):
     """One sequence has this number in every argument, its states and gates among them."""
     call = make_call(name, device, dtype=dtype)
     expected = call()
@@ -60,10 +60,10 @@ def test_other_sequences_keep_their_bits(device, name, number, dtype):
             if torch.is_tensor(x) and x.is_floating_point():
                 part = dirty.part(argument, x, bad)
                 if part is not None:
-                    part.fill_(NUMBERS[number](x.dtype))
+                    part.fill_(HOSTILE_VALUES[kind](x.dtype))
         actual = dirty()
         assert_same_parts(call, actual, expected, [n for n in range(4) if n != bad])
-        if number == "nan":
+        if kind == "nan":
             assert all(
                 dirty.part(of, x, bad).isnan().all() for of, x in actual.items() if of in ("o", "dv", "maps", "y", "dx")
             )
@@ -79,9 +79,9 @@ def at_offsets(call, elements: int, device: str):
     moved = dict(call.arguments)
     for argument, x in call.arguments.items():
         if torch.is_tensor(x):
-            whole = device == "cpu" or argument not in IN_PLACE or elements * x.element_size() % 16 == 0
-            moved[argument] = at_offset(x, elements if whole else 0)
-            assert moved[argument].storage_offset() == (elements if whole else 0)
+            may_move = device == "cpu" or argument not in IN_PLACE or elements * x.element_size() % 16 == 0
+            moved[argument] = at_offset(x, elements if may_move else 0)
+            assert moved[argument].storage_offset() == (elements if may_move else 0)
     return dataclasses.replace(call, arguments=moved)
 
 
@@ -179,8 +179,8 @@ def check_order_of_a_batch(call):
         other = call.permuted(order)
         actual = other()
         for of, x in actual.items():
-            for place, n in enumerate(order):
-                part = other.part(of, x, place)
+            for position, n in enumerate(order):
+                part = other.part(of, x, position)
                 assert of in OF_ALL or torch.equal(part, call.part(of, expected[of], n)), (of, n)
 
 
@@ -197,8 +197,8 @@ def test_sequences_by_themselves(device, name, state_dtype):
         for of, x in alone().items():
             if of in OF_ALL or (of in ("state_pool", "window_pool") and not call.lengths[n]):
                 continue
-            part, wanted = alone.part(of, x, 0), call.part(of, expected[of], n)
-            assert torch.equal(part, wanted), (of, n)
+            part, expected_part = alone.part(of, x, 0), call.part(of, expected[of], n)
+            assert torch.equal(part, expected_part), (of, n)
 
 
 @every_op
@@ -285,15 +285,15 @@ def test_the_parts_are_all_there_is():
 
 def digests(device: str) -> dict[str, str]:
     """The results of every op."""
-    found = {}
+    hashes = {}
     for name in NAMES:
         try:
             results = make_call(name, device)()
         except pytest.skip.Exception:
             continue
         data = b"".join(x.cpu().contiguous().view(torch.uint8).numpy().tobytes() for _, x in sorted(results.items()))
-        found[name] = hashlib.sha256(data).hexdigest()
-    return found
+        hashes[name] = hashlib.sha256(data).hexdigest()
+    return hashes
 
 
 def test_every_process_has_the_same_bits(device, request):

@@ -184,5 +184,5 @@ def test_compiled_qwen3_next(device):
         return
     exact = [values(model.float(), tokens) for tokens in texts]
     for x, y, z in zip(ours, eager, exact, strict=True):
-        for value, own, true in zip(x, y, z, strict=True):
-            assert example.relative_error(value, true) <= 1.25 * example.relative_error(own, true)
+        for value, eager_value, exact_value in zip(x, y, z, strict=True):
+            assert example.relative_error(value, exact_value) <= 1.25 * example.relative_error(eager_value, exact_value)
