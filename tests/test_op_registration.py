@@ -1,6 +1,7 @@
 """The ops as PyTorch's machinery sees them: schemas, fake implementations, compile, export. What builds on autograd
 is in test_autograd.py, saved models are in test_torchscript.py and test_export.py."""
 
+import contextlib
 import statistics
 import time
 
@@ -17,6 +18,7 @@ import flash_qla
 
 ops = torch.ops.flash_qla
 INPUTS = ("q", "k", "v", "g", "beta")
+FROM_BEGIN = ("_finish", "_replay")  # ops that take what begin has allocated, which their fakes do not check
 
 CASES = (
     Case(B=2, T=70, K=16, V=8, dtype=torch.float32),
@@ -143,6 +145,35 @@ def test_fake_outputs_are_like_the_real_ones(device, op, case):
         assert len(real) == len(fake)
         for x, y in zip(real, fake, strict=True):
             assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
+
+
+@pytest.mark.parametrize("name", [x for x in sorted(WRITES) if not x.endswith(FROM_BEGIN)])
+def test_fakes_with_one_tensor_in_another_dtype(device, name):
+    """The op takes it or not, and its fake implementation the same, with results of the same dtypes."""
+    arguments = arguments_of(name, device)
+    floating = [x for x, y in arguments.items() if torch.is_tensor(y) and y.is_floating_point()]
+    taken = 0
+    for x in floating:
+        other = torch.float32 if arguments[x].dtype != torch.float32 else torch.bfloat16
+        changed = {n: y.clone() if torch.is_tensor(y) else y for n, y in arguments.items()}
+        changed[x] = changed[x].to(other)
+        outcomes = []
+        for mode in (contextlib.nullcontext(), FakeTensorMode()):
+            is_fake = isinstance(mode, FakeTensorMode)
+            tensors = {n: mode.from_tensor(y) if is_fake and torch.is_tensor(y) else y for n, y in changed.items()}
+            with mode:
+                try:
+                    results = op_of(name)(**tensors)
+                except (RuntimeError, ValueError) as error:
+                    outcomes.append(type(error))
+                else:
+                    results = results if isinstance(results, tuple | list) else (results,)
+                    outcomes.append([(y.shape, y.stride(), y.dtype) for y in results])
+        assert isinstance(outcomes[0], list) == isinstance(outcomes[1], list), (x, other, outcomes)
+        if isinstance(outcomes[0], list) and not name.endswith("_begin"):  # whose workspace only the device sizes
+            assert outcomes[0] == outcomes[1], (x, other)
+        taken += isinstance(outcomes[0], list)
+    assert taken > 0
 
 
 def test_outputs_not_asked_for_are_empty(device):

@@ -148,12 +148,16 @@ def test_what_reaches_the_ops_with_ranks(enable_intra, auto_cp):
 
 
 def test_context_of_no_offsets(device):
-    """A batch of sequences of one length."""
+    """A batch of sequences of one length, or the offsets of the call."""
     tensors, options = inputs_of(Case(B=2, T=5), device)
     context = build_cp_context(enable_intra=True)
     assert context.num_seqs == 0
     expected = flash_qla.chunk_gated_delta_rule(*tensors, **options)
     assert torch.equal(flash_qla.chunk_gated_delta_rule(*tensors, **options, cp_context=context)[0], expected[0])
+    tensors, options = inputs_of(Case(lengths=(70, 0, 3)), device)
+    expected = flash_qla.chunk_gated_delta_rule(*tensors, **options, output_final_state=True)
+    actual = flash_qla.chunk_gated_delta_rule(*tensors, **options, output_final_state=True, cp_context=context)
+    assert all(map(torch.equal, actual, expected))
 
 
 CALLS = {
