@@ -209,6 +209,13 @@ def test_without_final_states(device):
     assert none == [None, None] and torch.equal(y, flash_qla.gated_delta_net(**arguments)[0])
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_final_state_in_another_dtype(dtype, device):
+    arguments, _ = make(Case(), device)
+    actual, expected = (x(**arguments, state_dtype=dtype) for x in (flash_qla.gated_delta_net, parts))
+    assert actual[1].dtype == dtype and all(map(torch.equal, actual, expected))
+
+
 def test_compiled(device):
     """In one graph, with gradients: the bits of an eager call."""
     arguments, gradients = make(Case(lengths=None), device)
