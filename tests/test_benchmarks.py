@@ -19,6 +19,9 @@ from flash_qla import _C
 
 pytestmark = pytest.mark.long
 
+if importlib.util.find_spec("transformers") is not None:
+    importlib.import_module("test_transformers")  # imports models without FLA, which needs a GPU, before others do
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 all_figures = importlib.import_module("all")
@@ -404,7 +407,6 @@ SMALL_MODEL = {
 @pytest.mark.parametrize("architecture", generation.ARCHITECTURES)
 def test_transformers_generate(on_cpu, architecture, monkeypatch):
     pytest.importorskip("transformers", reason="transformers is not installed")
-    importlib.import_module("test_transformers")  # imports models without FLA, which needs a GPU
     generation_transformers = importlib.import_module("generation_transformers")
     monkeypatch.setattr(generation, "VOCABULARY", 100)
     for name, value in {"PROMPTS": (2, (9, 9)), "NEW_TOKENS": 4, "LOADS": {"batch 2": (2, 9, 4)}}.items():
