@@ -49,7 +49,7 @@ CASES = (
     Case(B=2, T=200, H_k=1, H_v=2, gate="logsigmoid"),
     Case(lengths=(100, 150, 0, 33), H_k=1, H_v=2, gate="logsigmoid", padding=70),
     Case(lengths=(150, 40), H_k=1, H_v=1, gate="tiny", dtype=torch.float16, K=64, V=96, state_v_first=True),
-    Case(lengths=(20, 130), H_k=1, H_v=1, gate="zero", beta="two", V=192, initial_state=None, dht=None),
+    Case(lengths=(20, 130), H_k=1, H_v=1, gate="zero", beta="two", V=184, initial_state=None, dht=None),
     Case(T=130, H_k=1, H_v=2, gate="logsigmoid", keys="raw", use_qk_l2norm_in_kernel=True, **ALL_INSIDE),
     Case(lengths=(20, 130), H_k=1, H_v=2, gate="zero", K=192, V=64),
     Case(T=200, H_k=1, H_v=1, gate="logsigmoid", K=256, V=136, dtype=torch.float16, state_v_first=True),
