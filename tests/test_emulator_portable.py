@@ -15,7 +15,8 @@ PORTABLE = {
     "test_prefill.py": "(first_slot and not wide) or (test_checkpoints and narrow and (float8 or 80-))",
     "test_float8.py": "not (opcheck or fused or cut)",
     "test_head_dims.py": "test_autograd",
-    "test_begin_finish.py": "(recurrence and (tiny or l2norm or zero and (184 or 192) or 100)) or one_half or negligible",
+    "test_begin_finish.py": "(recurrence and (tiny or l2norm or zero and (184 or 192) or 100)) or one_half"
+    " or negligible",
     "test_context_parallel.py": "(more_scans and tile64) or (left_out and tile64) or (device_cuts and 330 and 128-0)",
     "test_large_states.py": "(prefill and bfloat16 and (narrow or cut)) or (reset and 3-) or maps",
 }
