@@ -149,7 +149,8 @@ def test_fake_outputs_are_like_the_real_ones(device, op, case):
 
 @pytest.mark.parametrize("name", [x for x in sorted(WRITES) if not x.endswith(FROM_BEGIN)])
 def test_fakes_with_one_tensor_in_another_dtype(device, name):
-    """The op takes it or not, and its fake implementation the same, with results of the same dtypes."""
+    """Where the op takes it, so does its fake implementation, with results of the same dtypes; where the CPU refuses
+    it, so does the fake."""
     arguments = arguments_of(name, device)
     floating = [x for x, y in arguments.items() if torch.is_tensor(y) and y.is_floating_point()]
     taken = 0
@@ -169,10 +170,12 @@ def test_fakes_with_one_tensor_in_another_dtype(device, name):
                 else:
                     results = results if isinstance(results, tuple | list) else (results,)
                     outcomes.append([(y.shape, y.stride(), y.dtype) for y in results])
-        assert isinstance(outcomes[0], list) == isinstance(outcomes[1], list), (x, other, outcomes)
-        if isinstance(outcomes[0], list) and not name.endswith("_begin"):  # whose workspace only the device sizes
+        is_taken, is_taken_by_fake = (isinstance(outcome, list) for outcome in outcomes)
+        if device == "cpu" or is_taken:  # the kernels have fewer dtypes
+            assert is_taken == is_taken_by_fake, (x, other, outcomes)
+        if is_taken and not name.endswith("_begin"):  # whose workspace only the device sizes
             assert outcomes[0] == outcomes[1], (x, other)
-        taken += isinstance(outcomes[0], list)
+        taken += is_taken
     assert taken > 0
 
 
