@@ -1,4 +1,5 @@
-"""`pytest` leaves out the tests marked long, in its workers, too, unless they are asked for."""
+"""`pytest` leaves out the tests marked long, in its workers, too, unless they are asked for. It runs the installed
+package."""
 
 import os
 import subprocess
@@ -6,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import SYS_PATH
 
 CHECKS = """
 import pytest
@@ -43,3 +45,9 @@ def test_what_runs(tmp_path, options, passed, is_reported):
     )
     assert f" {passed} passed" in result.stdout, result.stdout
     assert ("left out: the tests marked long" in result.stdout) == is_reported, result.stdout
+
+
+def test_no_module_of_the_tests_puts_the_checkout_first():
+    """The processes that tests start take over sys.path, where a checkout in front hides the installed package."""
+    root = str(Path(__file__).parent.parent)
+    assert root in SYS_PATH or root not in sys.path[: len(SYS_PATH)]

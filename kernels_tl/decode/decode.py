@@ -159,7 +159,7 @@ class DecodeShares(Bundle):
         super().__init__(
             groups=T.int32,  # groups of value rows of a tile
             whole=T.int32,  # number of the first sequences, which have one CTA for each tile
-            parts=T.int32,  # whole + two for each of the other sequences, of whose tiles a CTA takes half
+            parts=T.int32,  # whole + two for each other sequence: each CTA takes half of its tiles
             early=T.int32,  # the first parts, whose CTAs prefetch before the preceding grid has ended
         )
 
