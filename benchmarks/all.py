@@ -35,11 +35,20 @@ from pathlib import Path
 
 import forward
 import torch
-from common import FLA_BACKWARD, FLA_TRITON, ceilings, environment, killed_at_end, package_environment
+from common import (
+    FLA_BACKWARD,
+    FLA_TRITON,
+    ceilings,
+    environment,
+    killed_at_end,
+    measure_cells,
+    package_environment,
+)
 
 HEADS = "16x32,2x8,16x64,4x16,8x32,16x48"
 SEQUENCES = "1x8192,1x32768,4096x8,8192x4,1x2048,1024x8,28672+4096,16384+16384"
 DECODE = "decode --heads 16x32,2x8,16x64,4x16 --batches 1,8,64,256 --tokens 1"
+PORTABLE = "--kernels portable --heads 2x8,8x32,16x32,16x64 --sequences 1x8192,1x32768,4096x8,1024x8"
 DRAFTS = "decode --heads 16x32 --batches 1,64,256 --tokens 4"
 # Keys of more than 128 channels; the first are those of FLA's GatedDeltaNet layer
 WIDE = ("--heads 6x6 --head-dims 256x512", "--heads 4x4 --head-dims 256x256", "--heads 16x16 --head-dims 256x256")
@@ -58,6 +67,9 @@ SECTIONS = {
     "drafts_region": ["decode_region --tokens 4 --batches 1,8,64"],
     "plain": [f"{DECODE} --keep plain --state-dtypes fp32"],
     "drafts": [f"{DRAFTS} --keep last", f"{DRAFTS} --keep every"],
+    "portable": [f"forward {PORTABLE} --gates bench --variants op"],
+    "portable_step": [f"backward {PORTABLE}"],
+    "portable_decode": [f"{DECODE} --state-dtypes fp32", f"{DECODE} --state-dtypes fp32 --kernels portable"],
     "prefill": ["prefill --sequences 1x8192,1024x8,256x32 --samples 5"],
     "wide": [f"forward --gates bench --variants op {WIDE_SEQUENCES} {x}" for x in WIDE],
     "wide_step": [f"backward {WIDE_SEQUENCES} {x}" for x in WIDE],
@@ -82,11 +94,15 @@ PROCESSES = [
     Process("flash_qla", list(SECTIONS)),
     Process("flashinfer", ["forward", "prefill"]),
     Process("flash_qla_jit", ["forward", "backward"]),
-    Process("fla", ["plain", "forward"], FLA_TRITON),
+    Process("fla", ["plain", "forward", "portable"], FLA_TRITON),
     Process("vllm", ["decode", "drafts"], FLA_TRITON),
     Process("sglang", ["decode", "drafts"], FLA_TRITON),
     Process("attn_gym", ["decode"]),
-    Process("fla", ["backward", "region", "decode_region", "accuracy", "wide", "wide_step", "layers"], FLA_BACKWARD),
+    Process(
+        "fla",
+        ["backward", "portable_step", "region", "decode_region", "accuracy", "wide", "wide_step", "layers"],
+        FLA_BACKWARD,
+    ),
 ]
 
 
@@ -99,7 +115,7 @@ def measure_section(package: str, name: str, more: list[str]) -> Iterator[dict]:
     for line in SECTIONS[name]:
         script, *arguments = shlex.split(line)
         module = importlib.import_module(script)
-        yield from module.measure(package, module.make_parser().parse_args([*arguments, *more]))
+        yield from measure_cells(module.measure, package, module.make_parser().parse_args([*arguments, *more]))
 
 
 def measure(package: str, sections: list[str], out: Path, more: list[str]) -> None:

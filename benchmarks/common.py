@@ -322,6 +322,10 @@ def add_timing_arguments(parser: argparse.ArgumentParser, heads: str, sequences:
     parser.add_argument("--sequences", default=sequences, help=parse_lengths.__doc__)
     parser.add_argument("--samples", type=int, default=samples)
     parser.add_argument("--sample-ms", type=float, default=4.0, help="length of a sample")
+    add_kernels_argument(parser)
+
+
+def add_kernels_argument(parser: argparse.ArgumentParser) -> None:
     kernels = "of flash_qla on a Hopper GPU; portable: those that every GPU from Ampere on has"
     parser.add_argument("--kernels", choices=("device", "portable"), default="device", help=kernels)
 
@@ -342,11 +346,9 @@ def run(
     if getattr(options, "device", "cuda") == "cuda" and not torch.cuda.is_available():
         parser.error("this needs a GPU, and torch sees no CUDA device")
     if options.measure:
-        portable = options.measure == "flash_qla" and getattr(options, "kernels", "device") == "portable"
-        about = {"kernels": "portable"} if portable else {}
-        with open(options.out, "w") as file, portable_kernels() if portable else contextlib.nullcontext():
-            for cell in measure(options.measure, options):
-                print(json.dumps(cell | about), file=file, flush=True)
+        with open(options.out, "w") as file:
+            for cell in measure_cells(measure, options.measure, options):
+                print(json.dumps(cell), file=file, flush=True)
         return
 
     cells, failed = [], []
@@ -368,10 +370,16 @@ def run(
         sys.exit("; ".join(failed))
 
 
-def portable_kernels() -> contextlib.AbstractContextManager:
+def measure_cells(measure: Callable, package: str, options: argparse.Namespace) -> Iterator[dict]:
+    """The cells of measure(package, options), in this process, by the kernels that the options name."""
+    if package != "flash_qla" or getattr(options, "kernels", "device") == "device":
+        yield from measure(package, options)
+        return
     from flash_qla.testing import forced_dispatch
 
-    return forced_dispatch(kernels="portable")
+    with forced_dispatch(kernels=options.kernels):
+        for cell in measure(package, options):
+            yield cell | {"kernels": options.kernels}
 
 
 def package_environment(package: str, options: argparse.Namespace, changes: dict | None) -> dict[str, str]:

@@ -421,6 +421,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argument_parser(__doc__.splitlines()[0], packages=",".join(CALLS))
     parser.add_argument("--heads", default="2x8,4x16,8x32,16x32,16x64", help="query/key x value heads")
     common.add_head_dims_argument(parser)
+    common.add_kernels_argument(parser)
     parser.add_argument("--batches", type=parse_integers, default="1,8,32,64,128,256,512", help="sequences")
     parser.add_argument("--tokens", type=parse_integers, default="1", help="tokens of a sequence")
     parser.add_argument(

@@ -62,6 +62,11 @@ def decoding(section: str, packages: str, **fields) -> Call:
     return Call(section, {"package": "flash_qla", **fields}, others, "us", "copy_us")
 
 
+def region(field: str) -> Call:
+    ours, theirs = ({"package": package, "part": "region"} for package in ("flash_qla", "fla"))
+    return Call("region", ours, {"FLA": theirs}, field)
+
+
 def prefill(way: str, others: dict[str, str]) -> Call:
     """Ways of prefill.py, all of flash_qla's."""
     ways = {name: {"package": "flash_qla", "way": x} for name, x in others.items()}
@@ -86,6 +91,8 @@ CALLS = {
     "training step": compared("backward", "fla flash_qla_jit", "step_ms"),
     "step, contiguous": compared("backward", "fla flash_qla_jit", "step_ms", ours="contiguous", theirs="contiguous"),
     "memory of a step": compared("backward", "fla flash_qla_jit", "extra_bytes"),
+    "region: forward": region("forward_us"),
+    "region: training step": region("step_us"),
     "K = 256: forward": compared("wide", "fla", "ms", "floor_ms"),
     "K = 256: training step": compared("wide_step", "fla", "step_ms"),
     "decoding, fp32 states": decoding("decode", "vllm/sglang attn_gym", state_dtype="fp32"),
@@ -94,6 +101,16 @@ CALLS = {
     "decoding four tokens": decoding("drafts", "vllm/sglang"),
     "decoding a layer's token": Call(
         "decode_region", {"package": "flash_qla", "function": "region"}, {"FLA": {"package": "fla"}}, "us", "floor"
+    ),
+    "portable kernels: forward": compared("portable", "fla", "ms", "floor_ms", "op"),
+    "portable kernels: backward": compared("portable_step", "fla", "backward_ms", "backward_floor_ms"),
+    "portable kernels: training step": compared("portable_step", "fla", "step_ms"),
+    "portable kernels: decoding": Call(
+        "portable_decode",
+        {"package": "flash_qla", "kernels": "portable"},
+        {"Hopper's": {"package": "flash_qla", "kernels": None}},
+        "us",
+        "copy_us",
     ),
     "prefill on a pool": prefill("pool", {"the op between copies": "gathered"}),
     "prefill with checkpoints": prefill("checkpoints", {"without them": "pool"}),
@@ -303,7 +320,7 @@ def texts_of(call: Call, compared: dict, heads_and_sequences: tuple[str, ...]) -
     cell, others = next((x for key, x in compared.items() if key[:2] == heads_and_sequences), ({}, {}))
     if not cell:
         return ["-", "-", "-"]
-    figure = f"{cell['us']:.1f} us" if call.field == "us" else f"{cell[call.field]:.3f} ms"
+    figure = f"{cell[call.field]:.1f} us" if call.field.endswith("us") else f"{cell[call.field]:.3f} ms"
     floor = f"{cell[call.floor] / cell[call.field]:.0%}" if call.floor else "-"
     return [figure, floor, ", ".join(f"{name} {x:.2f}" for name, x in others.items()) or "-"]
 

@@ -255,7 +255,10 @@ def test_layers(on_cpu, capsys):
 
 TINY = ["--heads", "1x2"]
 TINY_SECTIONS = {
-    **{name: [*TINY, "--batches", "1"] for name in ("decode", "decode_region", "drafts_region", "plain", "drafts")},
+    **{
+        name: [*TINY, "--batches", "1"]
+        for name in ("decode", "portable_decode", "decode_region", "drafts_region", "plain", "drafts")
+    },
     "accuracy": ["--cases", "2x8 1x1"],
     "layers": [
         *TINY,
