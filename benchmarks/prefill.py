@@ -11,7 +11,7 @@
   invariant    prefill_gated_delta_rule with batch_invariant
   resumable    invariant and checkpoints: the state is also rounded to the pool's dtype at checkpoints
 
-FlashInfer's function has `gathered`, and `pool` with its state_indices.
+FlashInfer's function has `gathered`, and `pool` if it has state_indices.
 
 The pool has twice as many slots as sequences, in fp32 or bf16; q and k are normalised. q, k and v are slices of one
 tensor, as in forward.py, and FlashInfer's timed calls copy them, because its documentation asks for contiguous ones.
@@ -22,6 +22,7 @@ turns, so that the clocks are the same for all.
 from __future__ import annotations
 
 import argparse
+import inspect
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -105,10 +106,10 @@ def flashinfer_calls(case: Case) -> dict[str, Callable]:
     def gathered(states: torch.Tensor):
         return function(**common.contiguous(arguments), initial_state=states, output_state=final_states)
 
-    return {
-        "gathered": lambda: case.gathered(gathered)[None],
-        "pool": lambda: function(**common.contiguous(arguments), **in_pool)[0][None],
-    }
+    calls = {"gathered": lambda: case.gathered(gathered)[None]}
+    if "state_indices" in inspect.signature(function).parameters:
+        calls["pool"] = lambda: function(**common.contiguous(arguments), **in_pool)[0][None]
+    return calls
 
 
 CALLS = {"flash_qla": flash_qla_calls, "flashinfer": flashinfer_calls}

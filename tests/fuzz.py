@@ -31,6 +31,8 @@ from options import Shape
 from reference import CHUNK
 from trials import OPS, Trial, run
 
+from flash_qla.testing import forced_dispatch
+
 CACHED_BYTES = 4 << 30  # bytes of the device's memory that are kept from case to case
 
 
@@ -166,6 +168,11 @@ def run_when_there_is_memory(trial: Trial | RegionTrial, args: argparse.Namespac
 
 def results(args: argparse.Namespace, job: int = 0):
     """The results of a job's trials, up to the first failure, or all with --keep-going."""
+    with forced_dispatch(kernels="portable") if args.kernels == "portable" else contextlib.nullcontext():
+        yield from results_of_trials(args, job)
+
+
+def results_of_trials(args: argparse.Namespace, job: int):
     last = math.inf if args.cases is None else args.cases
     for number in itertools.count(job, args.jobs) if args.case is None else (args.case,):
         if args.case is None and (number >= last or time.monotonic() > args.end):
@@ -227,6 +234,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="this one only, as a failure says it")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    kernels = "portable: on the GPU those that every GPU from Ampere on has"
+    parser.add_argument("--kernels", choices=("device", "portable"), default="device", help=kernels)
     args = parser.parse_args()
     begin = time.monotonic()
     args.end = begin + args.seconds
@@ -234,6 +243,7 @@ def main() -> int:
     for result in results(args) if args.jobs == 1 or args.case is not None else results_of_jobs(args):
         if result.failure is not None:
             again = f"python tests/fuzz.py --seed {args.seed} --case {result.number} --device {args.device}"
+            again += " --kernels portable" if args.kernels == "portable" else ""
             print(result.failure, again, sep="\n", flush=True)
             failures.append(again)
             if args.keep_going:

@@ -182,6 +182,7 @@ def test_device_cuts_where_a_sequence_is_long(case, value_tile, fused):
             assert all(equal(run(inputs), expected) for _ in range(3)), cut_above
 
 
+@pytest.mark.hopper
 def test_the_cost_model_decides():
     from flash_qla import _C
 

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.gpu
 # Most that forward and backward may take beside their inputs and do, in bytes per token and value head at 16x32 heads.
 # Results take 776: o and dv 512, dq and dk 256, db and dg 8. The workspace of the backward takes some 1100: h 512,
 # V_new 256, the blocks of two matrices 160, gates 40 or, with the l2norm, 48, and the maps and states of segments.
-TRAINING_STEP_BYTES = 2000
+# The portable kernels also keep dS' 512 and U 256.
+TRAINING_STEP_BYTES = {"device": 2000, "portable": 3000}
 
 H_K, H_V, D, WIDTH = 2, 4, 128, 256
 
@@ -98,7 +99,7 @@ def test_training_step_in_a_cuda_graph():
 
 
 @pytest.mark.parametrize("l2norm", (False, True))
-def test_peak_memory_of_a_training_step(l2norm):
+def test_peak_memory_of_a_training_step(l2norm, request):
     case = Case(
         T=8192,
         H_k=16,
@@ -123,4 +124,6 @@ def test_peak_memory_of_a_training_step(l2norm):
     step()
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - before) / (case.T * case.H_v)
-    assert peak <= TRAINING_STEP_BYTES, f"{peak:.0f} bytes per token and value head"
+    assert peak <= TRAINING_STEP_BYTES[request.config.getoption("--kernels")], (
+        f"{peak:.0f} bytes per token and value head"
+    )

@@ -24,6 +24,7 @@ def expected_of(arguments: tuple, device: str) -> tuple:
     return export_block.make_block(device)(*arguments)
 
 
+@pytest.mark.hopper  # the other process takes the kernels of its GPU
 def test_loaded_in_a_new_process(device, saved_block, tmp_path):
     """One that has the op library but not the Python package. From the second call on the executor may fuse gates."""
     arguments = calls(device)
@@ -75,6 +76,7 @@ def test_program_has_no_python_in_it(cpp_program):
         assert "libtorch_cpu.so" in names and not any("python" in name for name in names)
 
 
+@pytest.mark.hopper  # the other process takes the kernels of its GPU
 def test_in_the_cpp_program(device, saved_block, cpp_program, tmp_path):
     for arguments in calls(device):
         outputs = run_program(cpp_program, saved_block / "block.pt", arguments, tmp_path, device)
