@@ -73,7 +73,7 @@ SECTIONS = {
     "prefill": ["prefill --sequences 1x8192,1024x8,256x32 --samples 5"],
     "wide": [f"forward --gates bench --variants op {WIDE_SEQUENCES} {x}" for x in WIDE],
     "wide_step": [f"backward {WIDE_SEQUENCES} {x}" for x in WIDE],
-    "dispatch": ["dispatch --heads 2x8,16x32 --sequences 1x8192,1024x8,4096x8,16384+2048x8"],
+    "dispatch": ["dispatch --heads 2x8,16x32 --sequences 1x2048,1x8192,1024x8,4096x8,16384+2048x8"],
     "accuracy": ["peer_errors"],
     "layers": ["layers"],
     "host": ["host --batches 51"],

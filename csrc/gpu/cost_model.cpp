@@ -15,7 +15,7 @@ namespace {
 // Microseconds, which a faster clock does not shorten.
 constexpr double kStart = 6.5;         // a launch and the first loads of a CTA
 constexpr double kSeveral = 4.5;       // chunk_forward, fused_forward: further, if a CTA draws several work tiles
-constexpr double kMap = 0.1;           // a map of a segment, even if it is negligible
+constexpr double kMap = 0.08;          // a map of a segment, even if it is negligible
 constexpr double kScan = 0.73;         // segment_scan of 32 columns: from a segment to the next
 constexpr double kIdleScan = 3;        // segment_scan where no sequence is cut
 constexpr double kSlotCta = 0.008;     // a CTA of segment_maps where no sequence is cut
