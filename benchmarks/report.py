@@ -4,9 +4,9 @@
 
 A page has a table between two lines, `<!-- report: NAME -->` and `<!-- end report -->`. NAME is a key of TABLES. The
 results are h100.json of all.py, wide_h100.json of its sections for wide keys, context_parallelism_h100.json,
-generation_h100.json and train_h100.json of examples/train.py, each also with h200. A figure that is in no file is "-".
-In cells with the field `qkv` q, k and v are slices of one tensor, or contiguous in the variants that are called so;
-cells without it are older, and had contiguous ones, which the line below their table says.
+generation_h100.json, decode_steps_h100.json and train_h100.json of examples/train.py, each also with h200. A figure
+that is in no file is "-". In cells with the field `qkv` q, k and v are slices of one tensor, or contiguous in the
+variants that are called so; cells without it are older, and had contiguous ones, which the line below their table says.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 FIGURE = ROOT / "docs/overview.svg"
 CARDS = ("H100", "H200")
+FILES = ("", "wide_", "context_parallelism_", "generation_", "decode_steps_")
 TABLE = re.compile(r"^<!-- report: (\S+) -->$.*?^<!-- end report -->$", re.MULTILINE | re.DOTALL)
 PACKAGES = {
     "fla": "FLA",
@@ -85,7 +86,9 @@ def text_by(engine: str) -> Call:
 
 CALLS = {
     "forward": compared("forward", "fla flash_qla_jit flashinfer", "ms", "floor_ms", "op"),
-    "forward, contiguous": compared("forward", "flash_qla_jit flashinfer", ours="op_contiguous", theirs="contiguous"),
+    "forward, contiguous": compared(
+        "forward", "fla flash_qla_jit flashinfer", ours="op_contiguous", theirs="contiguous"
+    ),
     "low-level forward": compared("forward", "fla flash_qla_jit flashinfer", "ms", "floor_ms"),
     "backward": compared("backward", "fla flash_qla_jit", "backward_ms", "backward_floor_ms"),
     "training step": compared("backward", "fla flash_qla_jit", "step_ms"),
@@ -124,6 +127,8 @@ CALLS = {
 }
 CALLS["prefill on a pool"].theirs["FlashInfer"] = {"package": "flashinfer"}
 SPEED_CELLS = {
+    "region: forward": "2x8 1x32768, 16x32 4096x8",
+    "region: training step": "2x8 1x32768, 16x32 4096x8",
     "forward": "2x8 1x32768, 16x32 4096x8",
     "backward": "16x32 4096x8",
     "training step": "16x32 4096x8",
@@ -132,9 +137,20 @@ SPEED_CELLS = {
 }
 OF_CALLS = [name for name in CALLS if CALLS[name].section != "generation"]
 OVERVIEW = [
-    *("forward", "backward", "training step", "K = 256: forward", "K = 256: training step"),
+    *("region: forward", "region: training step", "forward", "backward", "training step"),
+    *("K = 256: forward", "K = 256: training step"),
     *("decoding, fp32 states", "decoding, bf16 states", "prefill on a pool"),
 ]
+# Rows of README's table, and its columns
+FIRST = {
+    "layer between its projections: forward": "region: forward",
+    "layer between its projections: training step": "region: training step",
+    "delta rule on slices: forward": "forward",
+    "delta rule on slices: training step": "training step",
+    "delta rule on contiguous tensors: forward": "forward, contiguous",
+    "delta rule on contiguous tensors: training step": "step, contiguous",
+}
+FIRST_PACKAGES = ("FLA", "FlashQLA", "FlashInfer")
 # What a user has -> the call that was measured, and what its cells are, by load
 GAINS = {
     "transformers without FLA": (
@@ -166,7 +182,7 @@ def load(folder: Path) -> dict[str, dict[str, dict]]:
     """Card -> section -> its environment and its cells, each with one figure in a field."""
     data: dict[str, dict[str, dict]] = {}
     for card in CARDS:
-        for file in (f"{name}{card.lower()}.json" for name in ("", "wide_", "context_parallelism_", "generation_")):
+        for file in (f"{name}{card.lower()}.json" for name in FILES):
             if (folder / file).exists():
                 results = json.loads((folder / file).read_text())
                 sections = data.setdefault(card, {})
@@ -277,6 +293,18 @@ def means(data: dict, calls: Iterable[str]) -> str:
     return markdown(["call", "compared with", *data], rows)
 
 
+def first(data: dict) -> str:
+    """README's table, of the cards on which the region was measured."""
+    tables = []
+    for card, sections in ((card, sections) for card, sections in data.items() if "region" in sections):
+        rows = []
+        for label, name in FIRST.items():
+            ratios = [ratios_of(figures(sections, CALLS[name]), other) for other in FIRST_PACKAGES]
+            rows.append([label, *(f"{geometric_mean(x):.2f} ({min(x):.2f})" if x else "-" for x in ratios)])
+        tables.append(with_environment(markdown([card, *FIRST_PACKAGES], rows), {card: sections}, FIRST.values()))
+    return "\n\n".join(tables)
+
+
 def ratios_of(compared: dict, other: str) -> list[float]:
     return [of_others[other] for _, of_others in compared.values() if other in of_others]
 
@@ -325,6 +353,18 @@ def texts_of(call: Call, compared: dict, heads_and_sequences: tuple[str, ...]) -
     return [figure, floor, ", ".join(f"{name} {x:.2f}" for name, x in others.items()) or "-"]
 
 
+def decode_steps(data: dict) -> str:
+    """GPU time of the layers in a decode step of an engine, and of the whole step."""
+    rows = []
+    for card, sections in data.items():
+        steps = {(x["package"], x["requests"]): x for x in sections.get("decode_steps", {"cells": []})["cells"]}
+        for requests in sorted({x for _, x in steps}):
+            own, ours = steps["own", requests], steps["flash_qla", requests]
+            layers = [f"{own['gdn_us']:.0f} us", f"{ours['gdn_us']:.0f} us", f"{own['gdn_us'] / ours['gdn_us']:.2f}"]
+            rows.append([card, str(requests), *layers, f"{own['gpu_us']:.0f} us", f"{ours['gpu_us']:.0f} us"])
+    return markdown(["card", "requests", "vLLM's layers", "flash_qla's", "ratio", "vLLM's step", "flash_qla's"], rows)
+
+
 def accuracy(data: dict) -> str:
     """The largest errors of each package, in the cases that all have run."""
     tensors, rows = ("o", "final_state", "dq", "dk", "dv", "db", "dg", "dh0"), []
@@ -342,9 +382,11 @@ def accuracy(data: dict) -> str:
 
 
 TABLES = {
+    "first": first,
     "gain": gain,
     "cells": lambda data: cells(data, SPEED_CELLS),
     "means": lambda data: with_environment(means(data, OF_CALLS), data, OF_CALLS),
+    "decode_steps": lambda data: with_environment(decode_steps(data), data, ["decode_steps"]),
     "accuracy": lambda data: with_environment(accuracy(data), data, ["accuracy"]),
 }
 
@@ -353,7 +395,7 @@ TABLES = {
 
 
 def overview(data: dict) -> str:
-    """An SVG of the geometric means, a dot for each card: the call on which the first card gains most is on top."""
+    """An SVG of the geometric means, a dot for each card: the call on which a card gains most is on top."""
     rows = []
     for name in OVERVIEW:
         for other in CALLS[name].theirs:
@@ -363,7 +405,7 @@ def overview(data: dict) -> str:
             dots = {card: geometric_mean(ratios) for card, ratios in ratios_of_cards if ratios}
             if dots and other in (*PACKAGES.values(), "vLLM/SGLang"):
                 rows.append((f"{name}: {other}" if ": " not in name else f"{name}, {other}", dots))
-    rows.sort(key=lambda row: -next(iter(row[1].values())))
+    rows.sort(key=lambda row: -max(row[1].values()))
     left, right, top, step = 222, 410, 46, 24
     most = max(max(dots.values()) for _, dots in rows)
 

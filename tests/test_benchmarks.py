@@ -292,8 +292,8 @@ def test_each_section_is_measured(on_cpu, monkeypatch, tmp_path):
     assert all_figures.read(tmp_path / "h100.json", begin) == results
     assert all_figures.read(tmp_path / "h100.json", begin | {"commit": "2"}) == {}  # of another commit
     data = report.load(tmp_path)
-    for table in report.TABLES.values():
-        assert "| " in table(data)
+    for name in report.TABLES.keys() - {"decode_steps"}:  # of an engine, in a file of its own
+        assert "| " in report.TABLES[name](data), name
 
 
 # Tables
