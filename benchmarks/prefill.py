@@ -126,16 +126,20 @@ def median_ms(calls: dict[str, Callable], options) -> dict[str, float]:
 
 def cell_of(package: str, H_k: int, H_v: int, text: str, state_dtype: str, options) -> dict:
     lengths, dtype = common.parse_lengths(text), STATE_DTYPES[state_dtype]
-    ms = median_ms(CALLS[package](Case(H_k, H_v, lengths, options.head_dims, dtype)), options)
-    return {
+    cell = {
         "package": package,
         "heads": f"{H_k}x{H_v}",
         **common.head_dims_field(options.head_dims),
         "sequences": text,
         "state_dtype": state_dtype,
         **common.qkv_field(),
-        "ms": ms,
     }
+    try:
+        cell["ms"] = median_ms(CALLS[package](Case(H_k, H_v, lengths, options.head_dims, dtype)), options)
+    except Exception as error:
+        cell["error"] = f"{type(error).__name__}: {error}"[:500]
+    torch.cuda.synchronize()  # raises, and so ends this process, if an error has left CUDA unusable
+    return cell
 
 
 def measure(package: str, options) -> Iterator[dict]:
@@ -143,7 +147,7 @@ def measure(package: str, options) -> Iterator[dict]:
         for text in options.sequences.split(","):
             for state_dtype in options.state_dtypes.split(","):
                 cell = cell_of(package, H_k, H_v, text, state_dtype, options)
-                times = ", ".join(f"{way} {ms:.4f} ms" for way, ms in cell["ms"].items())
+                times = cell.get("error") or ", ".join(f"{way} {ms:.4f} ms" for way, ms in cell["ms"].items())
                 print(f"{package:>10} {common.heads_of(cell):>7} {text:>10} {state_dtype}: {times}", flush=True)
                 yield cell
 
@@ -152,7 +156,7 @@ def report(cells: list[dict]) -> None:
     """prefill_gated_delta_rule compared with all other ways."""
     ways = []
     for cell in cells:
-        for way, ms in cell["ms"].items():
+        for way, ms in cell.get("ms", {}).items():
             ours = (cell["package"], way) == ("flash_qla", "pool")
             ways.append(cell | {"package": "flash_qla" if ours else f"{cell['package']} {way}", "ms": ms})
     common.print_comparison(ways, "ms", lambda cell: (common.heads_of(cell), cell["sequences"], cell["state_dtype"]))
