@@ -74,6 +74,9 @@ SECTIONS = {
     "wide": [f"forward --gates bench --variants op {WIDE_SEQUENCES} {x}" for x in WIDE],
     "wide_step": [f"backward {WIDE_SEQUENCES} {x}" for x in WIDE],
     "dispatch": ["dispatch --heads 2x8,16x32 --sequences 1x2048,1x8192,1024x8,4096x8,16384+2048x8"],
+    "dispatch_unknown": [
+        "dispatch --unknown --heads 2x8,16x32,16x64 --sequences 1024x8,4096x8,16384+2048x8,28672+4096"
+    ],
     "accuracy": ["peer_errors"],
     "layers": ["layers"],
     "host": ["host --batches 51"],

@@ -15,7 +15,7 @@ namespace {
 // Microseconds, which a faster clock does not shorten.
 constexpr double kStart = 6.5;         // a launch and the first loads of a CTA
 constexpr double kSeveral = 4.5;       // chunk_forward, fused_forward: further, if a CTA draws several work tiles
-constexpr double kMap = 0.08;          // a map of a segment, even if it is negligible
+constexpr double kMap = 0.075;         // M or Z of a segment, even if it is negligible; dZ by the ratio of their chunks
 constexpr double kScan = 0.73;         // segment_scan of 32 columns: from a segment to the next
 constexpr double kIdleScan = 3;        // segment_scan where no sequence is cut
 constexpr double kSlotCta = 0.008;     // a CTA of segment_maps where no sequence is cut
@@ -245,7 +245,8 @@ double backward_maps_us(const ForwardShape& shape, const Schedule& s) {
   const double later = later_segments(s);
   const double exact = kExact * later * ((s.key_tiles + s.map_tiles) * kMapChunk + s.map_tiles * kReverseMapChunk);
   const double chunk = std::max(kReverseMapChunk, exact / s.sms);
-  return kStart + cycles_us(shape, wider(shape, s.length * chunk)) + kMap * (s.key_tiles + 2 * s.map_tiles) * later +
+  const double maps = (s.key_tiles + (1 + kReverseMapChunk / kMapChunk) * s.map_tiles) * later;
+  return kStart + cycles_us(shape, wider(shape, s.length * chunk)) + kMap * maps +
          2 * scan_us(shape, kScan) * scan_steps(s, 2);
 }
 
