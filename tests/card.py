@@ -1,5 +1,5 @@
-"""One GPU for all workers of pytest-xdist: each has a share of its memory, and tests that need the whole card wait
-until nothing else runs on it.
+"""GPUs for the workers of pytest-xdist, which take them in turns: each worker has a share of its GPU's memory, and
+tests that need the whole card wait until nothing else runs on it.
 
 Locks are those of the operating system, which ends them with the process. A test takes its turn before it takes the
 card, so that tests that come later queue up after one that waits for the whole card.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -26,12 +27,29 @@ def share(total: int, workers: int) -> int:
     return total if workers == 1 else (total - LEFT_OVER) // workers - BESIDE
 
 
+def visible_devices(worker: int, gpus: int, visible: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES of a worker, whose own GPU comes first. `visible`: the variable as it is."""
+    devices = visible.split(",") if visible else [str(i) for i in range(gpus)]
+    first = worker % gpus
+    return ",".join(devices[first:] + devices[:first])
+
+
 class Card:
-    """The GPU as one worker of `workers` sees it; their locks are in `folder`."""
+    """The GPU as one of its `workers` sees it; `folder` has the locks of all workers."""
 
     def __init__(self, folder: Path | None = None, workers: int = 1):
         self.folder, self.workers = folder, workers
         self.peaks: dict[str, int] = {}  # test -> most bytes that were allocated
+
+    @classmethod
+    def of_worker(cls, worker: int, workers: int, gpus: int, folder: Path) -> Card:
+        """Of worker number `worker`. To be called before CUDA starts in its process."""
+        if gpus > 1:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(worker, gpus, os.getenv("CUDA_VISIBLE_DEVICES"))
+        gpus = max(gpus, 1)
+        own = folder / str(worker % gpus)
+        own.mkdir(exist_ok=True)
+        return cls(own, len(range(worker % gpus, workers, gpus)))
 
     @contextlib.contextmanager
     def during(self, test: str, whole: bool):

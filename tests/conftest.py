@@ -54,7 +54,10 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "whole_card: needs nearly all memory of the GPU, see tests/card.py")
     config.stash[ENDED_EARLY] = []
     worker = getattr(config, "workerinput", None)  # of pytest-xdist
-    config.stash[CARD] = Card(Path(worker["locks"]), worker["workercount"]) if worker else Card()
+    config.stash[CARD] = Card()
+    if worker:
+        number = int(worker["workerid"].removeprefix("gw"))
+        config.stash[CARD] = Card.of_worker(number, worker["workercount"], worker["gpus"], Path(worker["locks"]))
 
 
 def pytest_unconfigure(config):
@@ -187,7 +190,7 @@ def pytest_configure_node(node):
     stash = node.config.stash
     if LOCKS not in stash:
         stash[LOCKS] = tempfile.TemporaryDirectory(prefix="flash_qla-card-")
-    node.workerinput["locks"] = stash[LOCKS].name
+    node.workerinput |= {"locks": stash[LOCKS].name, "gpus": torch.cuda.device_count()}
 
 
 def pytest_sessionfinish(session):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from card import Card
 from conftest import SYS_PATH
 
 CHECKS = """
@@ -51,3 +52,23 @@ def test_no_module_of_the_tests_puts_the_checkout_first():
     """The processes that tests start take over sys.path, where a checkout in front hides the installed package."""
     root = str(Path(__file__).parent.parent)
     assert root in SYS_PATH or root not in sys.path[: len(SYS_PATH)]
+
+
+@pytest.mark.parametrize(
+    ("worker", "gpus", "visible", "devices", "beside"),
+    (
+        (0, 2, None, "0,1", 3),
+        (1, 2, None, "1,0", 2),
+        (3, 2, "4,7", "7,4", 2),
+        (2, 3, "", "2,0,1", 1),
+        (4, 1, None, None, 5),
+    ),
+)
+def test_workers_take_gpus_in_turns(worker, gpus, visible, devices, beside, tmp_path, monkeypatch):
+    """Of five workers. Each has the locks and the share of memory of its own GPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    card = Card.of_worker(worker, 5, gpus, tmp_path)
+    assert os.getenv("CUDA_VISIBLE_DEVICES") == devices
+    assert (card.workers, card.folder) == (beside, tmp_path / str(worker % gpus)) and card.folder.is_dir()
