@@ -60,7 +60,7 @@ def test_no_module_of_the_tests_puts_the_checkout_first():
         (0, 2, None, "0,1", 3),
         (1, 2, None, "1,0", 2),
         (3, 2, "4,7", "7,4", 2),
-        (2, 3, "", "2,0,1", 1),
+        (2, 3, None, "2,0,1", 1),
         (4, 1, None, None, 5),
     ),
 )
