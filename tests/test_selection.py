@@ -66,9 +66,9 @@ def test_no_module_of_the_tests_puts_the_checkout_first():
 )
 def test_workers_take_gpus_in_turns(worker, gpus, visible, devices, beside, tmp_path, monkeypatch):
     """Of five workers. Each has the locks and the share of memory of its own GPU."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     card = Card.of_worker(worker, 5, gpus, tmp_path)
     assert os.getenv("CUDA_VISIBLE_DEVICES") == devices
     assert (card.workers, card.folder) == (beside, tmp_path / str(worker % gpus)) and card.folder.is_dir()
