@@ -14,8 +14,9 @@ Packages, each by its function below autograd:
                  of its own: pip install --target DIR flash-qla, and --peers-path DIR
   flashinfer     FlashInfer, or the module fi_aot if it exists: the same kernels compiled ahead of time
 
-Python looks for peers in --peers-path first, and for flash_qla in --package-path. Peers compile as they run, into the
-folders that their own variables name, such as TRITON_CACHE_DIR and TILELANG_CACHE_DIR.
+Python looks for the published FlashQLA in --peers-path first and for other peers there last, and for flash_qla in
+--package-path. Peers compile as they run, into the folders that their own variables name, such as TRITON_CACHE_DIR and
+TILELANG_CACHE_DIR.
 
 Inputs: packed bf16 sequences, L2-normalised q and k, gates as in common.make_inputs, beta = sigmoid(randn), an fp32
 initial state; the final state is returned. q, k and v are slices of one tensor (common.slices), because every model

@@ -32,9 +32,6 @@ LENGTHS = {
 }
 TENSORS = ("o", "final_state", *common.GRADIENT_OF.values())
 
-# Cases that FLA does not common.run, and the reason.
-FLA_SKIPS = {"empty sequences": "FLA does not promise to take sequences of no tokens"}
-
 
 def all_cases(K: int, V: int) -> dict:
     """name -> Case: gates and heads at middle lengths, lengths at few heads, un-normalised keys."""

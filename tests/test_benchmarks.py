@@ -296,6 +296,16 @@ def test_each_section_is_measured(on_cpu, monkeypatch, tmp_path):
         assert "| " in report.TABLES[name](data), name
 
 
+@pytest.mark.parametrize(
+    ("package", "expected"), (("flash_qla", "ours:path"), ("flash_qla_jit", "peers:path"), ("fla", "path:peers"))
+)
+def test_where_a_package_is_found(package, expected, monkeypatch):
+    """The published FlashQLA has flash_qla's name: where others are measured it must not hide flash_qla."""
+    monkeypatch.setenv("PYTHONPATH", "path")
+    options = argparse.Namespace(package_path="ours", peers_path="peers")
+    assert common.package_environment(package, options, {"X": "1", "HOME": None})["PYTHONPATH"] == expected
+
+
 # Tables
 
 
