@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ backward = importlib.import_module("backward")
 context_parallelism = importlib.import_module("context_parallelism")
 decode = importlib.import_module("decode")
 decode_region = importlib.import_module("decode_region")
+decode_steps = importlib.import_module("decode_steps")
 dispatch = importlib.import_module("dispatch")
 forward = importlib.import_module("forward")
 generation = importlib.import_module("generation")
@@ -304,6 +306,37 @@ def test_where_a_package_is_found(package, expected, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "path")
     options = argparse.Namespace(package_path="ours", peers_path="peers")
     assert common.package_environment(package, options, {"X": "1", "HOME": None})["PYTHONPATH"] == expected
+
+
+class TimedEngine:
+    """A prompt takes five, a token two units of time. The kernels of a token take 3 us."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def generate(self, prompts, tokens: int) -> None:
+        self.now += 5 * len(prompts) + 2 * tokens
+
+
+def test_a_step_of_decoding(on_cpu, monkeypatch, capsys):
+    """What comes before decoding cancels; a layer's kernels are known by their names."""
+    engine = TimedEngine()
+    monkeypatch.setattr(decode_steps.time, "perf_counter", lambda: engine.now)
+    assert decode_steps.timed_step(engine, [[1], [2]]) == 2
+    names = {"_causal_conv1d_update_kernel": 1.0, "decode_region_bf16_K128_fp32": 2.0, "nvjet_tst": 4.0, "prefill": 0.0}
+    monkeypatch.setattr(
+        decode_steps,
+        "kernel_times",
+        lambda _, prompts, tokens: Counter({name: 7 * len(prompts) + us * tokens for name, us in names.items()}),
+    )
+    kernels = decode_steps.profiled_step(engine, [[1]])
+    assert list(kernels.items()) == [
+        (x, names[x]) for x in ("nvjet_tst", "decode_region_bf16_K128_fp32", *list(names)[:1])
+    ]
+    assert decode_steps.sum_of_layers(kernels) == 3
+    cell = {"package": "own", "requests": 8, "ms": [1.0, 2.0, 3.0], "gpu_us": 7.0, "gdn_us": 3.0, "kernels": kernels}
+    decode_steps.report([cell])
+    assert "step 2.000 ms (1.000 to 3.000), GPU 7 us, Gated DeltaNet layers 3.0 us" in capsys.readouterr().out
 
 
 # Tables
