@@ -309,7 +309,7 @@ def test_where_a_package_is_found(package, expected, monkeypatch):
 
 
 class TimedEngine:
-    """A prompt takes five, a token two units of time. The kernels of a token take 3 us."""
+    """A prompt takes five units of time, a step two."""
 
     def __init__(self):
         self.now = 0.0
@@ -330,9 +330,7 @@ def test_a_step_of_decoding(on_cpu, monkeypatch, capsys):
         lambda _, prompts, tokens: Counter({name: 7 * len(prompts) + us * tokens for name, us in names.items()}),
     )
     kernels = decode_steps.profiled_step(engine, [[1]])
-    assert list(kernels.items()) == [
-        (x, names[x]) for x in ("nvjet_tst", "decode_region_bf16_K128_fp32", *list(names)[:1])
-    ]
+    assert list(kernels.values()) == [4, 2, 1] and kernels == {x: us for x, us in names.items() if us}
     assert decode_steps.sum_of_layers(kernels) == 3
     cell = {"package": "own", "requests": 8, "ms": [1.0, 2.0, 3.0], "gpu_us": 7.0, "gdn_us": 3.0, "kernels": kernels}
     decode_steps.report([cell])
