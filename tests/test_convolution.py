@@ -498,6 +498,10 @@ WRONG_POOLS = {
         "checkpoint_every": 2,
         "checkpoints": torch.zeros(2, 8, 4, dtype=BF16),
     },
+    "checkpoints has dtype float16, expected bfloat16": {
+        "checkpoint_every": 2,
+        "checkpoints": torch.zeros(2, 8, 3).half(),
+    },
     "checkpoint_every is 2 with 0 of checkpoint_indices and checkpoints, expected one of them": {"checkpoint_every": 2},
     "checkpoint_indices has 1 dimensions": {"checkpoint_every": 2, "checkpoint_indices": torch.tensor([1, 2])},
 }

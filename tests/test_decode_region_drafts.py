@@ -303,6 +303,21 @@ def test_tokens_of_no_sequence(device):
     assert y[:, :4].isfinite().all() and not y[:, 4:].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("outside", (3, 2**31 - 1, -2))
+def test_kept_rows_outside(outside):
+    """They keep nothing, not in the memory around the rows either."""
+    results = []
+    for row in (outside, -1):
+        arguments = make(Case(kept_rows=(3, 0, 2, 1), update_state=False), "cuda")
+        memories = {name: arguments[name] for name in WRITTEN[2:]}
+        arguments |= {name: memory[1:4] for name, memory in memories.items()}
+        arguments["intermediate_indices"] = torch.tensor((row, 0, 2, 1), dtype=torch.int32, device="cuda")
+        y = flash_qla.decode_gated_delta_net(**arguments)
+        results.append((y, *memories.values()))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("by_key_heads", (False, True))
 def test_strides_of_tokens(by_key_heads, device):
     """Any, also of channels: bits as with contiguous tokens."""

@@ -506,6 +506,21 @@ def test_scopes_nest_and_restore_what_was_in_force():
     assert segment_chunks_of_both() == decided
 
 
+def test_scopes_keep_the_choice_of_kernels():
+    def are_portable() -> bool:
+        return _C.exchange_overrides(None, None, None)[2]
+
+    before = are_portable()
+    with forced_dispatch(kernels="portable"):
+        with forced_dispatch(forward={"segment_chunks": 3}):
+            assert are_portable()
+            with forced_dispatch(kernels="device"):
+                assert not are_portable()
+            assert are_portable()
+        assert are_portable()
+    assert are_portable() == before
+
+
 def test_scopes_end_by_exceptions_too():
     decided = segment_chunks_of_both()
     with forced_dispatch(forward={"segment_chunks": 3}, backward={"segment_chunks": 5}):

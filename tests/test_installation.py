@@ -157,6 +157,7 @@ MACHINES = {
         11080,
         [],
         [
+            "driver   580.1, supports CUDA 11.8\n",
             "GPU      the kernels were compiled with CUDA",
             f"{NEEDS_DRIVER}, but the driver supports",
         ],

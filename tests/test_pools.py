@@ -45,6 +45,20 @@ def test_states_that_overlap(device, name, states):
 
 
 @pytest.mark.parametrize("name", WITH_POOL)
+def test_gaps_within_a_state(device, name):
+    """Those between rows show in the strides of rows alone, if there is one head."""
+    arguments = arguments_of(name, device, H_k=1, H_v=1)
+    of_rows = [x for x in STATES if x in arguments and x not in WINDOWS and arguments[x].dim() >= 4]
+    assert of_rows or name == "prefill_causal_conv1d"
+    for states in of_rows:
+        *outer, columns = arguments[states].shape
+        for channels in (slice(columns), slice(None, None, 2)):
+            x = arguments[states].new_zeros(*outer, 2 * columns)[..., channels]
+            with pytest.raises(RuntimeError, match=f"{states} has strides .* contiguous"):
+                run(name, arguments | {states: x})
+
+
+@pytest.mark.parametrize("name", WITH_POOL)
 def test_strides_of_dimensions_of_size_1(device, name):
     """Any stride does there: the pool is contiguous."""
     for heads in ({"H_k": 1, "H_v": 1}, {}):

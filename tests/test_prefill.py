@@ -454,6 +454,10 @@ WRONG_ARGUMENTS = [
     ({"checkpoint_every": -64}, ("checkpoint_every is -64", "at least 0")),
     ({"checkpoint_every": 64}, ("checkpoint_every is 64", "one of them")),
     ({"checkpoints": POOL}, ("checkpoint_indices or checkpoints", "None")),
+    (
+        {"checkpoint_every": 64, "checkpoints": POOL, "checkpoint_indices": indices(3, 4).reshape(2, 1)},
+        ("checkpoint_every is 64 with 2 of checkpoint_indices and checkpoints", "one of them"),
+    ),
     ({"checkpoint_every": 64, "checkpoints": POOL[0]}, ("checkpoints has 3 dimensions", "4")),
     ({"checkpoint_every": 64, "checkpoint_indices": indices(1, 2)}, ("checkpoint_indices has 1 dimensions",)),
     ({"use_gate_in_kernel": True}, ("A_log is None",)),

@@ -116,13 +116,14 @@ def test_context_of_one_card(enable_intra, device):
 @pytest.mark.parametrize("enable_intra", (False, True))
 @pytest.mark.parametrize("auto_cp", (False, True))
 def test_auto_cp_of_a_context(enable_intra, auto_cp, monkeypatch):
-    """What reaches the op."""
+    """What reaches the op, and the context's offsets in place of the call's."""
     tensors, _ = inputs_of(Case(lengths=(3,)))
     calls = []
     ops = dataclasses.make_dataclass("Ops", ["chunk_gated_delta_rule"])
     monkeypatch.setattr(torch.ops, "flash_qla", ops(lambda *args: calls.append(args) or (None, None)))
     context = build_cp_context(torch.tensor([0, 3]), enable_intra=enable_intra)
-    flash_qla.chunk_gated_delta_rule(*tensors, auto_cp=auto_cp, cp_context=context)
+    others = {"cu_seqlens": torch.tensor([0, 1, 3]), "auto_cp": auto_cp}
+    flash_qla.chunk_gated_delta_rule(*tensors, **others, cp_context=context)
     (call,) = calls
     assert call[9] is context.cu_seqlens and call[11] is enable_intra
 

@@ -241,6 +241,27 @@ def test_other_steps_are_theirs(run):
         assert torch.equal(x[name], tensor)
 
 
+@pytest.mark.parametrize("decodes", (1, 2))
+def test_several_tokens_of_a_sequence_beside_a_prompt_are_theirs(decodes, run):
+    """Two tokens of decoding are a step of ours only if they are of two sequences."""
+    case = Case(lengths=(1, 1, 9), indices=(4, 2, 6))
+    x = make(case, "cpu")
+    step = step_of(x, 11)
+    vars(step).update(
+        num_prefills=1,
+        num_decodes=decodes,
+        num_decode_tokens=2,
+        prefill_query_start_loc=x["cu_seqlens"][2:] - 2,
+        prefill_state_indices=x["state_indices"][2:],
+        prefill_has_initial_state=torch.tensor([True]),
+    )
+    layer = layer_of(x, case, "cpu")
+    layer.has_flash_qla_region = True
+    out = torch.zeros(11, case.H_v, case.V, dtype=case.dtype)
+    run(layer, step, in_one(x, "mixed", "z"), in_one(x, "b", "a"), out)
+    assert layer.calls == ([] if decodes == 2 else ["theirs"])
+
+
 def test_another_step_by_key_heads(run):
     """vLLM's path has no such layout: the tokens are sorted as in the layer without it, then core and norm run."""
     case = Case(T=4, indices=(2,), by_key_heads=True)
