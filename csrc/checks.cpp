@@ -75,20 +75,13 @@ bool has_dtype(const Tensor& tensor, ScalarType dtype) {
   return dtype_code(tensor) == torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
 }
 
-// The dispatcher passes None for a Tensor as an undefined tensor.
-void check_defined(const char* op, const char* name, const Tensor& tensor) {
-  check(tensor.defined(), op, name, " is None, expected a tensor");
-}
-
 void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& q, const char* first) {
-  check_defined(op, name, tensor);
   if (!on_one_device(tensor, q)) [[unlikely]] {
     fail(op, name, " is on ", device_string(tensor), ", expected ", device_string(q), ", the device of ", first);
   }
 }
 
 void check_devices(const char* op, const Tensor& q, std::initializer_list<NamedTensor> others, const char* first) {
-  check_defined(op, first, q);
   for (const auto& [name, tensor] : others) {
     if (tensor) {
       check_device(op, name, *tensor, q, first);

@@ -51,7 +51,6 @@ inline const torch::stable::Tensor* or_null(const std::optional<torch::stable::T
 
 // Each fails unless the argument is as the function is named. symbols: the dimensions for the text, as "[B, T,
 // H_v]". `first`: the name of the op's first tensor, q, which decides about devices and dtypes.
-void check_defined(const char* op, const char* name, const torch::stable::Tensor& tensor);
 void check_device(const char* op, const char* name, const torch::stable::Tensor& tensor, const torch::stable::Tensor& q,
                   const char* first = "q");
 void check_devices(const char* op, const torch::stable::Tensor& q, std::initializer_list<NamedTensor> others,

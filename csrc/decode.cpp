@@ -116,8 +116,8 @@ DecodeCall make_decode_call(const char* op, DecodeArguments arguments) {
 }
 
 DecodeCall make_packed_decode_call(const char* op, const Tensor& mixed_qkv, DecodeArguments arguments) {
-  check_defined(op, "mixed_qkv", mixed_qkv);
   const bool v_first = arguments.state_v_first;
+  check_floating(op, "mixed_qkv", mixed_qkv);
   check_rank(op, "state_pool", arguments.state_pool, 4, v_first ? "[slots, H_v, V, K]" : "[slots, H_v, K, V]");
   const bool one_token = mixed_qkv.dim() == 2;
   if (!one_token) {

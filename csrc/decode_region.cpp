@@ -45,7 +45,6 @@ struct Sizes {
 
 // Reads the sizes of mixed and state_pool.
 Sizes read_sizes(const char* op, const Tensor& mixed, const Tensor& state_pool) {
-  check_defined(op, kNames.x, mixed);
   check_device(op, "state_pool", state_pool, mixed, kNames.x);
   check_rank(op, "state_pool", state_pool, 4, "[slots, H_v, V, K]");
   const int64_t rank = mixed.dim(), H_v = state_pool.size(1), V = state_pool.size(2), K = state_pool.size(3);

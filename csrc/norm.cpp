@@ -39,7 +39,6 @@ bool is_readable_on_gpu(const Tensor& tensor, bool in_pieces) {
 NormCall check_norm(const char* op, NormArguments arguments, bool is_backward, const char* weight) {
   NormCall call{std::move(arguments)};
   call.op = op;
-  check_defined(op, "o", call.o);
   check_floating(op, "o", call.o);
   call.dtype = call.o.scalar_type();
   check(call.o.dim() >= 1 && call.o.size(-1) >= 1, op, "o has shape ", shape_string(call.o.sizes()),

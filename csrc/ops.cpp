@@ -181,7 +181,7 @@ class Stack {
 
   static constexpr const char* kOp = S::kOp;
 
-  // Sets the records' fields. Fails if an argument that the op writes shares memory.
+  // Sets the records' fields. Fails if a tensor is None that may not be, or if one that the op writes shares memory.
   template <typename... Records>
   void take(Records&... records) const {
     STD_TORCH_CHECK(S::kArguments.size() == arguments_, "flash_qla: an op takes other arguments than its schema has");
@@ -199,8 +199,17 @@ class Stack {
   template <size_t... i, typename... Records>
   void take_all(std::index_sequence<i...>, Records&... records) const {
     const std::array tensors = {take_argument<S, i>(values_[i], records...)...};
+    (require<i>(tensors[i]), ...);
     if constexpr (S::kWrites) {
       check_overlap(kOp, std::array{TensorArgument{S::kArguments[i].name, tensors[i], S::kArguments[i].is_written}...});
+    }
+  }
+
+  // The dispatcher passes None for a Tensor as an undefined tensor.
+  template <size_t i>
+  static void require(const torch::stable::Tensor* tensor) {
+    if constexpr (S::kArguments[i].type == "Tensor") {
+      check(tensor != nullptr && tensor->defined(), kOp, S::kArguments[i].name, " is None, expected a tensor");
     }
   }
 

@@ -318,6 +318,7 @@ def test_packed_errors():
         ({"mixed_qkv": torch.zeros(3, 170)}, "mixed_qkv has 170 channels, expected 2 H_k K + H_v V"),
         ({"mixed_qkv": torch.zeros(3, 96)}, "mixed_qkv has 96 channels"),
         ({"mixed_qkv": torch.zeros(160)}, "mixed_qkv has 1 dimensions"),
+        ({"mixed_qkv": torch.zeros(3, 160, dtype=torch.bool)}, "mixed_qkv has dtype Bool"),
         ({"a": torch.zeros(3, 1, 4)}, "a has 3 dimensions (shape [3, 1, 4]), expected 2"),
         ({"b": torch.zeros(3, 5)}, "b has shape [3, 1, 5], expected [3, 1, 4]"),
         ({"state_pool": torch.zeros(9, 4, 24)}, "state_pool has 3 dimensions"),

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from cases import ALL_INSIDE, as_slices, backward_mode, equal, forward_mode, restride
-from every_op import BY_TOKEN, CONVOLUTIONS, NAMES, OF_ALL, SLOTS, WITH_POOL, at_offset, make_call, names_of_arguments
+from every_op import (
+    BY_TOKEN,
+    CONVOLUTIONS,
+    NAMES,
+    OF_ALL,
+    SLOTS,
+    WITH_POOL,
+    at_offset,
+    make_call,
+    names_of_arguments,
+    op_of,
+)
 from subprocesses import run_python
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -83,6 +94,18 @@ def at_offsets(call, elements: int, device: str):
             moved[argument] = at_offset(x, elements if may_move else 0)
             assert moved[argument].storage_offset() == (elements if may_move else 0)
     return dataclasses.replace(call, arguments=moved)
+
+
+@pytest.mark.usefixtures("errors_change_nothing")
+@every_op
+def test_none_for_a_tensor(device, name):
+    """By the dispatcher, which takes it for any tensor."""
+    op = op_of(name)
+    schema = op._schema.arguments
+    arguments = {x: value for x, value in make_call(name, device).arguments.items() if x in {y.name for y in schema}}
+    for argument in (x.name for x in schema if str(x.type) == "Tensor"):
+        with pytest.raises(RuntimeError, match=f"flash_qla::{name}: {argument} is None, expected a tensor"):
+            op(**arguments | {argument: None})
 
 
 @every_op
