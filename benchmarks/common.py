@@ -386,7 +386,7 @@ def package_environment(package: str, options: argparse.Namespace, changes: dict
     variables = os.environ | (changes or {})
     path = options.package_path if package == "flash_qla" else options.peers_path
     if path:
-        # The published FlashQLA is imported as flash_qla too: first where it is measured, last beside other packages.
+        # The published FlashQLA is imported as flash_qla too: first where it is measured, last with other packages.
         paths = [path, variables.get("PYTHONPATH")]
         is_first = package in ("flash_qla", "flash_qla_jit")
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths if is_first else reversed(paths)))

@@ -68,24 +68,35 @@ def timed_step(engine, prompts: list[list[int]]) -> float:
 
 
 def serve(connection, options: argparse.Namespace, ours: bool) -> None:
-    """An engine's process: answers (function, number of requests) until it gets None."""
+    """An engine's process: answers (function, number of requests) until it is ended."""
     from generation_vllm import Engine
 
     engine = Engine(options, "graphs", ours)
     connection.send(engine.version)
     functions = {"time": timed_step, "profile": profiled_step}
-    while request := connection.recv():
-        name, requests = request
+    while True:
+        name, requests = connection.recv()
         prompts = generation.make_prompts(requests, (PROMPT_TOKENS, PROMPT_TOKENS), seed=requests)
         connection.send(functions[name](engine, prompts))
 
 
 def measure(options: argparse.Namespace) -> list[dict]:
     context = multiprocessing.get_context("spawn")
-    connections, cells = {}, []
+    connections, processes = {}, []
     for package in ("own", "flash_qla"):
         connections[package], connection = context.Pipe()
-        context.Process(target=serve, args=(connection, options, package == "flash_qla")).start()
+        processes.append(context.Process(target=serve, args=(connection, options, package == "flash_qla")))
+        processes[-1].start()
+        connection.close()  # so that an engine that ends early is an error here
+    try:
+        return measure_engines(connections, options)
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+def measure_engines(connections: dict, options: argparse.Namespace) -> list[dict]:
+    cells = []
     versions = {package: connection.recv() for package, connection in connections.items()}
 
     def ask(package: str, name: str, requests: int):
@@ -108,8 +119,6 @@ def measure(options: argparse.Namespace) -> list[dict]:
             )
             if options.out:
                 write_results(options.out, cells)
-    for connection in connections.values():
-        connection.send(None)
     return cells
 
 
@@ -129,12 +138,7 @@ def report(cells: list[dict]) -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", default="1,8,64")
-    parser.add_argument("--architecture", default="qwen3_5", choices=generation.ARCHITECTURES)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--states", default="float32", help="dtype of an engine's states: float32, bfloat16")
-    parser.add_argument("--samples", type=int, default=10)
-    parser.add_argument("--memory", type=float, default=0.3, help="part of the GPU's memory that each engine takes")
-    parser.add_argument("--engine-arguments", default="{}", metavar="JSON", help="more arguments of the engine")
+    generation.add_engine_arguments(parser, layers=8, samples=10, memory=0.3)
     parser.add_argument("--out", help="JSON file for the results")
     return parser
 

@@ -210,16 +210,21 @@ def in_process(feature: str, kernels: str, limit_s: float) -> list[dict]:
         return json.loads(out.read_text()) if out.exists() else []
 
 
+def add_engine_arguments(parser: argparse.ArgumentParser, layers: int, samples: int, memory: float) -> None:
+    """Of the model, and of the engine that runs it."""
+    parser.add_argument("--architecture", default="qwen3_5", choices=ARCHITECTURES)
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--states", default="float32", help="dtype of an engine's states: float32, bfloat16")
+    parser.add_argument("--samples", type=int, default=samples)
+    parser.add_argument("--memory", type=float, default=memory, help="part of the GPU's memory that an engine takes")
+    parser.add_argument("--engine-arguments", default="{}", metavar="JSON", help="more arguments of the engine")
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", default="vllm", choices=ENGINES)
     parser.add_argument("--features", help="those of the engine's file, with commas between; default: all")
-    parser.add_argument("--architecture", default="qwen3_5", choices=ARCHITECTURES)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--states", default="float32", help="dtype of an engine's states: float32, bfloat16")
-    parser.add_argument("--samples", type=int, default=3)
-    parser.add_argument("--memory", type=float, default=0.5, help="part of the GPU's memory that the engine takes")
-    parser.add_argument("--engine-arguments", default="{}", metavar="JSON", help="more arguments of the engine")
+    add_engine_arguments(parser, layers=16, samples=3, memory=0.5)
     parser.add_argument("--limit-s", type=float, default=600, help="seconds that a process may take")
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--measure", metavar="KERNELS", choices=("own", "flash_qla"), help="run in this process")

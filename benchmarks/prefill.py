@@ -137,6 +137,8 @@ def cell_of(package: str, H_k: int, H_v: int, text: str, state_dtype: str, optio
     try:
         cell["ms"] = median_ms(CALLS[package](Case(H_k, H_v, lengths, options.head_dims, dtype)), options)
     except Exception as error:
+        if package == "flash_qla":
+            raise
         cell["error"] = f"{type(error).__name__}: {error}"[:500]
     torch.cuda.synchronize()  # raises, and so ends this process, if an error has left CUDA unusable
     return cell

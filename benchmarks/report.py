@@ -399,10 +399,14 @@ def overview(data: dict) -> str:
     rows = []
     for name in OVERVIEW:
         for other in CALLS[name].theirs:
-            ratios_of_cards = [
-                (card, ratios_of(figures(sections, CALLS[name]), other)) for card, sections in data.items()
-            ]
-            dots = {card: geometric_mean(ratios) for card, ratios in ratios_of_cards if ratios}
+            compared = {card: figures(sections, CALLS[name]) for card, sections in data.items()}
+            ratios_of_cards = {card: ratios_of(x, other) for card, x in compared.items()}
+            # Of half of the shapes or more: a mean of a few says little.
+            dots = {
+                card: geometric_mean(x)
+                for card, x in ratios_of_cards.items()
+                if x and 2 * len(x) >= len(compared[card])
+            }
             if dots and other in (*PACKAGES.values(), "vLLM/SGLang"):
                 rows.append((f"{name}: {other}" if ": " not in name else f"{name}, {other}", dots))
     rows.sort(key=lambda row: -max(row[1].values()))

@@ -28,14 +28,14 @@ def share(total: int, workers: int) -> int:
 
 
 def visible_devices(worker: int, gpus: int, visible: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES of a worker, whose own GPU comes first. `visible`: the variable as it is."""
+    """CUDA_VISIBLE_DEVICES of a worker, whose GPU comes first. `visible`: the variable as it is."""
     devices = visible.split(",") if visible else [str(i) for i in range(gpus)]
     first = worker % gpus
     return ",".join(devices[first:] + devices[:first])
 
 
 class Card:
-    """The GPU as one of its `workers` sees it; `folder` has the locks of all workers."""
+    """The GPU as one of its `workers` sees it; `folder` has their locks."""
 
     def __init__(self, folder: Path | None = None, workers: int = 1):
         self.folder, self.workers = folder, workers
@@ -47,9 +47,9 @@ class Card:
         if gpus > 1:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(worker, gpus, os.getenv("CUDA_VISIBLE_DEVICES"))
         gpus = max(gpus, 1)
-        own = folder / str(worker % gpus)
-        own.mkdir(exist_ok=True)
-        return cls(own, len(range(worker % gpus, workers, gpus)))
+        locks = folder / str(worker % gpus)
+        locks.mkdir(exist_ok=True)
+        return cls(locks, len(range(worker % gpus, workers, gpus)))
 
     @contextlib.contextmanager
     def during(self, test: str, whole: bool):

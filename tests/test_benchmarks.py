@@ -401,7 +401,7 @@ def test_cells_have_a_table_for_each_card(tmp_path, monkeypatch):
 
 
 def test_the_figure_is_sorted(tmp_path):
-    """By the first card's means, and well-formed."""
+    """By the largest means, and well-formed."""
     (tmp_path / "h100.json").write_text(json.dumps(card_results()))
     svg = xml.etree.ElementTree.fromstring(report.overview(report.load(tmp_path)))
     texts = [element.text for element in svg.iter() if element.get("text-anchor") == "end"]

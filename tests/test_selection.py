@@ -55,7 +55,7 @@ def test_no_module_of_the_tests_puts_the_checkout_first():
 
 
 @pytest.mark.parametrize(
-    ("worker", "gpus", "visible", "devices", "beside"),
+    ("worker", "gpus", "visible", "devices", "workers"),
     (
         (0, 2, None, "0,1", 3),
         (1, 2, None, "1,0", 2),
@@ -64,11 +64,11 @@ def test_no_module_of_the_tests_puts_the_checkout_first():
         (4, 1, None, None, 5),
     ),
 )
-def test_workers_take_gpus_in_turns(worker, gpus, visible, devices, beside, tmp_path, monkeypatch):
+def test_workers_take_gpus_in_turns(worker, gpus, visible, devices, workers, tmp_path, monkeypatch):
     """Of five workers. Each has the locks and the share of memory of its own GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     card = Card.of_worker(worker, 5, gpus, tmp_path)
     assert os.getenv("CUDA_VISIBLE_DEVICES") == devices
-    assert (card.workers, card.folder) == (beside, tmp_path / str(worker % gpus)) and card.folder.is_dir()
+    assert (card.workers, card.folder) == (workers, tmp_path / str(worker % gpus)) and card.folder.is_dir()
