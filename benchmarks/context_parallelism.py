@@ -2,12 +2,19 @@
 
     python benchmarks/context_parallelism.py --out FILE.json                             # one GPU
     torchrun --nproc-per-node 2 benchmarks/context_parallelism.py --out FILE.json        # the same sequences on two
-    torchrun --nproc-per-node 2 benchmarks/context_parallelism.py --weak --out FILE.json # or as many tokens a rank
+    torchrun --nproc-per-node 2 benchmarks/context_parallelism.py --weak --out FILE.json # or as many tokens per rank
+    python benchmarks/context_parallelism.py --parts 2,4,8,64 --out FILE.json            # one GPU: one rank of as many
     python benchmarks/context_parallelism.py --report FILE.json
 
-The runs add their cells to one file, context_parallelism_h100.json for the documents, and remove cells of other
-commits. --report prints speedups, and differences of results from one GPU. Inputs are the same for every number of
-ranks. Times are the slowest rank's. On GPUs they are device times, with the host ahead, as within a model.
+The runs add their cells to one file, context_parallelism_h200.json for the documents, and remove cells of other
+commits. Inputs are the same for every number of ranks. Times are the slowest rank's. On GPUs they are device times,
+with the host ahead, as within a model.
+
+--parts runs one rank in the middle of W alone, on its share of the tokens: all that a call does but the exchange, in
+whose place it finds maps. With the time of the all-gathers this predicts the time on W ranks. For a W that was not run,
+a gather takes W - 1 times as long per rank as on the most ranks that were.
+
+--report prints speedups, differences of results from one GPU, and predictions.
 """
 
 from __future__ import annotations
@@ -22,6 +29,7 @@ import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import common
 import torch
@@ -32,7 +40,7 @@ from forward import sketch
 AHEAD_CYCLES = 20_000_000  # 10 ms of a GPU, in which the host launches a call
 BLOCKS = 64  # all tokens are drawn, and their results compared, in so many equal blocks; a rank has whole blocks
 INPUTS = ("q", "k", "v", "g", "beta")
-KEY = ("package", "ranks", "scaling", "layout", "heads", "head_dims", "sequences")
+KEY = ("package", "ranks", "scaling", "layout", "parts", "heads", "head_dims", "sequences")
 
 
 class Clock:
@@ -122,25 +130,25 @@ def difference(actual: dict[str, list[float]], expected: dict[str, list[float]])
 # The packages
 
 
-def flash_qla_call(offsets, options):
+def flash_qla_call(offsets, options, group=None):
     import flash_qla
     from flash_qla.cp import build_cp_context
 
     where = {"cu_seqlens": offsets}
-    if dist.is_initialized():
-        where = {"cp_context": build_cp_context(offsets, dist.group.WORLD, layout=options.layout)}
+    if group is not None:
+        where = {"cp_context": build_cp_context(offsets, group, layout=options.layout)}
     return lambda *x: flash_qla.chunk_gated_delta_rule(*x, **where, use_qk_l2norm_in_kernel=True)[0]
 
 
-def fla_call(offsets, options):
+def fla_call(offsets, options, group=None):
     os.environ.update({name: value for name, value in common.FLA_BACKWARD.items() if value is not None})
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     where = {"cu_seqlens": offsets.long()}
-    if dist.is_initialized():
+    if group is not None:
         from fla.ops.cp import build_cp_context
 
-        context = build_cp_context(offsets.long(), group=dist.group.WORLD, layout=options.layout)
+        context = build_cp_context(offsets.long(), group=group, layout=options.layout)
         where = {"cp_context": context, "cu_seqlens": context.cu_seqlens}
     return lambda *x: chunk_gated_delta_rule(*x, **where, use_qk_l2norm_in_kernel=True)[0]
 
@@ -148,17 +156,43 @@ def fla_call(offsets, options):
 PACKAGES = {"flash_qla": (flash_qla_call, "flash-qla-aot"), "fla": (fla_call, "fla-core")}
 
 
-def measure_cell(package: str, heads: tuple[int, int], sequences: str, options, clock: Clock) -> dict:
-    """Measures one cell. Every rank calls the function."""
+def rank_alone(world_size: int) -> SimpleNamespace:
+    """A group whose rank in the middle this process is. It finds its own maps in the place of all ranks'."""
+    from flash_qla.cp import passes
+
+    gathered: dict[torch.Size, torch.Tensor] = {}
+
+    def gather(rows, context, for_backward=False):
+        if rows.shape not in gathered:
+            gathered[rows.shape] = rows.detach().repeat(world_size, *[1] * (rows.dim() - 1))
+        return gathered[rows.shape]
+
+    passes.start_gather = gather
+    return SimpleNamespace(group_name="alone", rank=lambda: world_size // 2, size=lambda: world_size)
+
+
+def gather_ms(heads: tuple[int, int], options, clock: Clock) -> float:
+    """The all-gather of a pass, alone."""
+    (K, V), parts = options.head_dims, 1 if options.layout == "contiguous" else 2
+    maps = torch.zeros(parts, heads[1], V + K, K, device=options.device)
+    gathered = maps.new_empty(dist.get_world_size() * parts, *maps.shape[1:])
+    return statistics.median(median_ms(lambda: dist.all_gather_into_tensor(gathered, maps), options, clock))
+
+
+def measure_cell(
+    package: str, heads: tuple[int, int], sequences: str, options, clock: Clock, alone_of: int | None = None
+) -> dict:
+    """Measures one cell. Every rank calls the function; or one process alone, as one of `alone_of` ranks."""
     distributed = dist.is_initialized()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    group = rank_alone(alone_of) if alone_of else dist.group.WORLD if distributed else None
+    rank, world_size = (group.rank(), group.size()) if group else (0, 1)
     lengths = [n * world_size if options.weak else n for n in common.parse_lengths(sequences)]
-    tokens, blocks = sum(lengths), blocks_of(rank, world_size, options.layout if distributed else "contiguous")
+    tokens, blocks = sum(lengths), blocks_of(rank, world_size, options.layout if group else "contiguous")
     inputs = make_inputs(heads, tokens, blocks, options)
     do = inputs.pop("do")
     leaves = [x.requires_grad_() for x in inputs.values()]
     offsets = torch.tensor([0, *lengths], device=options.device).cumsum(0).int()
-    call = PACKAGES[package][0](offsets, options)
+    call = PACKAGES[package][0](offsets, options, group)
 
     def forward():
         with torch.no_grad():
@@ -180,8 +214,12 @@ def measure_cell(package: str, heads: tuple[int, int], sequences: str, options, 
     cell = {"package": package, "version": common.version_of(PACKAGES[package][1]), "heads": "{}x{}".format(*heads)}
     cell |= common.head_dims_field(options.head_dims)
     cell |= {"sequences": sequences, "scaling": "weak" if options.weak else "strong", "ranks": world_size}
-    cell |= {"layout": options.layout if distributed else None, "tokens": tokens}
+    cell |= {"layout": options.layout if group else None, "tokens": tokens}
     cell |= {f"{name}_ms": max(x[name] for x in ranks) for name in ("forward", "step")}
+    if alone_of:
+        return cell | {"parts": True}
+    if distributed:
+        cell["gather_ms"] = gather_ms(heads, options, clock)
     cell |= {name: [x[name] for x in ranks] for name in ("peak_bytes",) if name in rank_results}
     merged = {}
     for x in ranks:
@@ -190,10 +228,34 @@ def measure_cell(package: str, heads: tuple[int, int], sequences: str, options, 
     return cell | {"sketches": merged}
 
 
+def predictions(cells: list[dict]) -> list[dict]:
+    """What --parts predicts for each W: heads, sequences, ranks, forward_ms and step_ms."""
+    gathers = {(common.heads_of(x), x["ranks"], x["layout"]): x["gather_ms"] for x in cells if "gather_ms" in x}
+    predicted = []
+    for cell in (x for x in cells if x.get("parts")):
+        measured = {
+            W: ms
+            for (heads, W, layout), ms in gathers.items()
+            if (heads, layout) == (common.heads_of(cell), cell["layout"])
+        }
+        if not measured:
+            continue
+        W, most = cell["ranks"], max(measured)
+        gather = measured.get(W, measured[most] * (W - 1) / (most - 1))
+        times = {"forward_ms": cell["forward_ms"] + gather, "step_ms": cell["step_ms"] + 2 * gather}
+        predicted.append({name: cell[name] for name in ("heads", "sequences", "ranks")} | times)
+    return predicted
+
+
 def report(cells: list[dict]) -> None:
     def key(cell: dict) -> tuple:
         return cell["package"], common.heads_of(cell), cell["sequences"]
 
+    for x in predictions(cells):
+        print(
+            "{heads} {sequences} W={ranks}  predicted: forward {forward_ms:.3f} ms, step {step_ms:.3f} ms".format_map(x)
+        )
+    cells = [cell for cell in cells if not cell.get("parts")]
     one = {key(cell): cell for cell in cells if cell["ranks"] == 1}
     for cell in cells:
         line, base = " ".join((*key(cell), cell["scaling"], f"W={cell['ranks']}")), one.get(key(cell))
@@ -223,7 +285,10 @@ def main(options) -> None:
     cells = []
     for heads in common.parse_heads(options.heads):
         for sequences in options.sequences.split(","):
-            new = [measure_cell(package, heads, sequences, options, clock) for package in packages]
+            if options.parts:
+                new = [measure_cell("flash_qla", heads, sequences, options, clock, W) for W in options.parts]
+            else:
+                new = [measure_cell(package, heads, sequences, options, clock) for package in packages]
             cells += new
             if rank == 0:
                 report(new)
@@ -242,6 +307,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequences", default="1x131072,1x524288", help=common.parse_lengths.__doc__)
     parser.add_argument("--weak", action="store_true", help="lengths are those of a rank")
     parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="contiguous")
+    parser.add_argument(
+        "--parts", type=lambda text: [*map(int, text.split(","))], default=[], help="numbers of ranks, for one process"
+    )
     parser.add_argument("--samples", type=int, default=11)
     parser.add_argument("--warmup", type=int, default=3, help="calls before the samples")
     parser.add_argument("--report", nargs="+", metavar="JSON", help="of files that this has written")

@@ -20,6 +20,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import context_parallelism
 from common import geometric_mean, heads_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,11 +75,6 @@ def prefill(way: str, others: dict[str, str]) -> Call:
     return Call("prefill", {"package": "flash_qla", "way": way}, ways)
 
 
-def on_ranks(field: str) -> Call:
-    two = {"package": "flash_qla", "ranks": 2, "scaling": "strong"}
-    return Call("context_parallelism", two, {"one GPU": {"package": "flash_qla", "ranks": 1}}, field)
-
-
 def text_by(engine: str) -> Call:
     sides = [{"package": package, "engine": engine} for package in ("flash_qla", "own")]
     return Call("generation", sides[0], {"its own kernels": sides[1]})
@@ -119,8 +115,6 @@ CALLS = {
     "prefill with checkpoints": prefill("checkpoints", {"without them": "pool"}),
     "prefill, `batch_invariant`": prefill("invariant", {"without it": "pool"}),
     "prefill with both": prefill("resumable", {"checkpoints alone": "checkpoints"}),
-    "forward on 2 GPUs": on_ranks("forward_ms"),
-    "training step on 2 GPUs": on_ranks("step_ms"),
     "text by vLLM": text_by("vllm"),
     "text by SGLang": text_by("sglang"),
     "text by transformers": text_by("transformers"),
@@ -172,7 +166,7 @@ GAINS = {
     ),
 }
 # Sections of calls whose q, k and v may be slices
-TAKE_QKV = {"forward", "backward", "wide", "wide_step", "prefill", "context_parallelism"}
+TAKE_QKV = {"forward", "backward", "wide", "wide_step", "prefill"}
 
 
 # Results
@@ -353,6 +347,26 @@ def texts_of(call: Call, compared: dict, heads_and_sequences: tuple[str, ...]) -
     return [figure, floor, ", ".join(f"{name} {x:.2f}" for name, x in others.items()) or "-"]
 
 
+def ranks(data: dict) -> str:
+    """Speedups over one GPU: of the same tokens, of as many tokens per GPU, and predicted."""
+    rows = []
+    for card, sections in data.items():
+        all_cells = sections.get("context_parallelism", {"cells": []})["cells"]
+        of_ranks = [x for x in all_cells if x["package"] == "flash_qla" and not x.get("parts")]
+        of_ranks += [x | {"scaling": "predicted"} for x in context_parallelism.predictions(all_cells)]
+        known = {(x["heads"], x["sequences"], x["scaling"], x["ranks"]): x for x in of_ranks}
+        for one in (x for x in of_ranks if x["ranks"] == 1):
+            for field in ("forward_ms", "step_ms"):
+                row = [card, field.removesuffix("_ms"), one["heads"], one["sequences"], f"{one[field]:.2f} ms"]
+                for scaling, W in (("strong", 2), ("strong", 4), ("weak", 4), *(("predicted", W) for W in (4, 8, 64))):
+                    cell = known.get((one["heads"], one["sequences"], scaling, W))
+                    tokens = W if scaling == "weak" else 1
+                    row.append(f"{tokens * one[field] / cell[field]:.2f}" if cell else "-")
+                rows.append(row)
+    columns = ["2 GPUs", "4", "4, as many tokens each", "predicted: 4", "8", "64"]
+    return markdown(["card", "call", "heads", "sequences", "one GPU", *columns], rows)
+
+
 def decode_steps(data: dict) -> str:
     """GPU time of the layers in a decode step of an engine, and of the whole step."""
     rows = []
@@ -386,6 +400,7 @@ TABLES = {
     "gain": gain,
     "cells": lambda data: cells(data, SPEED_CELLS),
     "means": lambda data: with_environment(means(data, OF_CALLS), data, OF_CALLS),
+    "ranks": lambda data: with_environment(ranks(data), data, ["context_parallelism"]),
     "decode_steps": lambda data: with_environment(decode_steps(data), data, ["decode_steps"]),
     "accuracy": lambda data: with_environment(accuracy(data), data, ["accuracy"]),
 }

@@ -141,7 +141,8 @@ def norm(placement: str) -> None:
     """y and the gradients of gated_rms_norm, whose weight has as many parts as there are ranks."""
     device, mesh = device_of_ranks(), make_mesh(placement)
     tokens = placements_of("o", placement)
-    whole = [torch.randn(4, 7, 2, 64, generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)]
+    shape = (4, 7, dist.get_world_size(), 64)
+    whole = [torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)]
     whole.append(torch.linspace(-1, 1, 64, device=device))
     local = [distribute_tensor(x, mesh, tokens if x.dim() == 4 else [Replicate()]) for x in whole]
     results = []
@@ -243,7 +244,7 @@ def without_derivatives(name: str) -> None:
     mesh = make_mesh("heads")
     kinds = ("replicas",) if name.endswith(("packed", "delta_net")) else ("replicas", "heads")
     for placement in kinds:
-        call = make_call(name, device_of_ranks(), H_k=2, H_v=4)
+        call = make_call(name, device_of_ranks(), H_k=dist.get_world_size(), H_v=2 * dist.get_world_size())
         expected = call()
         arguments = {x: y.clone() if torch.is_tensor(y) else y for x, y in call.arguments.items()}
         local = distributed(arguments, mesh, placement)

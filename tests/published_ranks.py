@@ -71,6 +71,19 @@ def published_context_on_ranks(case: Case, device: str = "cpu") -> None:
     assert torch.equal(*halos)
 
 
+def fla_context_on_ranks(case: Case, device: str) -> None:
+    """A context that the installed FLA has made gives the bits of flash_qla's own."""
+    from fla.ops.cp import build_cp_context
+
+    inputs, gradients = local_case(case, "contiguous", device, 4)
+    offsets = make_inputs(case, device)["cu_seqlens"].long()
+    context = build_cp_context(offsets, group=dist.group.WORLD, conv1d_kernel_size=4)
+    expected, actual = (run(x, gradients) for x in (inputs, inputs | {"cp_context": context}))
+    assert all(torch.equal(x, expected[name]) for name, x in actual.items())
+    halos = [exchange_halo(inputs["v"], x) for x in (context, inputs["cp_context"])]
+    assert torch.equal(*halos)
+
+
 def without_the_cache(case: Case) -> str:
     inputs, gradients = local_case(case, "contiguous", "cpu")
     inputs["cp_context"] = published_context_of(case)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 # Modules that ask CUDA nothing when they are imported: CUDA works in no fork of a process that did. Inductor asks.
 PRELOADED = ("torch.distributed.tensor.parallel", "flash_qla")
 LIMIT = 120  # seconds that a group may take; it is there so that a test ends
@@ -54,9 +53,10 @@ class GroupOfOne:
         return 1
 
 
-def of_two_gpus(*values):
-    """Parameters of a test on two GPUs, the device first."""
-    return pytest.param("cuda", *values, marks=TWO_GPUS)
+def on_gpus(world_size: int, *values):
+    """Parameters of a test on this many GPUs: the device, their number, and the values."""
+    missing = pytest.mark.skipif(torch.cuda.device_count() < world_size, reason=f"needs {world_size} GPUs")
+    return pytest.param("cuda", world_size, *values, marks=[pytest.mark.gpu, missing])
 
 
 def outcomes_on_ranks(world_size: int, function, *args, device: str = "cpu", timeout: float = 60) -> list[dict]:

@@ -294,7 +294,7 @@ def test_each_section_is_measured(on_cpu, monkeypatch, tmp_path):
     assert all_figures.read(tmp_path / "h100.json", begin) == results
     assert all_figures.read(tmp_path / "h100.json", begin | {"commit": "2"}) == {}  # of another commit
     data = report.load(tmp_path)
-    for name in report.TABLES.keys() - {"decode_steps"}:  # of an engine, in a file of its own
+    for name in report.TABLES.keys() - {"decode_steps", "ranks"}:  # these have files of their own
         assert "| " in report.TABLES[name](data), name
 
 
@@ -386,7 +386,7 @@ def test_geometric_means(tmp_path):
         "prefill with checkpoints | without them | 0.75 (0.75; 1/1)",
     ):
         assert f"| {row} |" in lines
-    assert not [line for line in lines if "2 GPUs" in line or "text by" in line]  # nobody measured them
+    assert not [line for line in lines if "text by" in line]  # nobody measured them
     assert lines[-1].startswith("H100: driver 580, torch 2.11, FLA 1, FlashInfer 1, FlashQLA 1, ")
 
 
@@ -421,15 +421,25 @@ SMALL = ("--device", "cpu", "--head-dims", "16x8", "--heads", "1x2", "--sequence
 
 
 def test_context_parallelism_on_two_ranks(tmp_path):
-    """The benchmark runs on the CPU, with the same results on one rank and on two. FLA's cannot run there."""
+    """The benchmark runs on the CPU, with the same results on one rank and on two, and predicts. FLA's cannot run
+    there."""
     program, file = BENCHMARKS / "context_parallelism.py", tmp_path / "both.json"
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for before, after in (([], []), (ranks, ["--layout", "zigzag"])):
+    zigzag = ["--layout", "zigzag"]
+    for before, after in (([], []), (ranks, zigzag), ([], [*zigzag, "--parts", "2,8"])):
         command = [sys.executable, *before, program, *SMALL, "--packages", "flash_qla", *after, "--out", file]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "COMMIT": "1"}
         subprocess.run(command, check=True, capture_output=True, env=environment)
-    one, two = json.loads(file.read_text())["cells"]
-    assert (one["ranks"], two["ranks"]) == (1, 2)
+    cells = json.loads(file.read_text())["cells"]
+    one, two, *parts = cells
+    assert [x["ranks"] for x in cells] == [1, 2, 2, 8]
+    for part, prediction, factor in zip(parts, context_parallelism.predictions(cells), (1, 7), strict=True):
+        for name, gathers in (("forward_ms", 1), ("step_ms", 2)):
+            assert prediction[name] == pytest.approx(part[name] + gathers * factor * two["gather_ms"])
+    table = report.ranks({"H200": {"context_parallelism": {"cells": cells}}})
+    assert (
+        f"| H200 | step | 1x2 | 1x1024 | {one['step_ms']:.2f} ms | {one['step_ms'] / two['step_ms']:.2f} | - |" in table
+    )
     assert two["sketches"].keys() == {"o", "dq", "dk", "dv", "dg", "db"}
     for name, x in two["sketches"].items():
         assert context_parallelism.difference(x, one["sketches"][name]) < 1e-2, name

@@ -24,7 +24,7 @@ from cases import (
 )
 from cp_ranks import LAYOUTS, parts_of, rows_of
 from poison import poisoned
-from ranks import of_two_gpus, outcomes_on_ranks, run_on_ranks
+from ranks import on_gpus, outcomes_on_ranks, run_on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -35,6 +35,7 @@ from flash_qla.cp.maps import fold
 
 FP32, FP64 = torch.float32, torch.float64
 WORLD_SIZES = (1, 2, 3, 4, 8)
+GPUS = (2, 4)
 SMALL = {"K": 16, "V": 24, "H_k": 1, "H_v": 2} | dict.fromkeys(
     ("dtype", "g_dtype", "beta_dtype", "initial_state", "dht"), FP64
 )
@@ -138,7 +139,7 @@ def check(case: Case, layout: str, of_ranks: list[dict]) -> None:
     ("device", "world_size", "case"),
     [
         *(("cpu", world_size, case) for world_size in WORLD_SIZES for case in CASES),
-        *(of_two_gpus(2, case) for case in GPU_CASES),
+        *(on_gpus(world_size, case) for world_size in GPUS for case in GPU_CASES),
     ],
     ids=str,
 )
@@ -146,10 +147,10 @@ def test_against_the_recurrence(device, world_size, case, layout):
     check(case, layout, results_on(world_size, CASES if device == "cpu" else GPU_CASES, device))
 
 
-@pytest.mark.parametrize("device", [of_two_gpus()])
+@pytest.mark.parametrize(("device", "world_size"), map(on_gpus, GPUS))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_a_cuda_graph(device, layout):
-    run_on_ranks(2, cp_ranks.captured, GPU_CASES[2], layout, device=device)
+def test_in_a_cuda_graph(device, world_size, layout):
+    run_on_ranks(world_size, cp_ranks.captured, GPU_CASES[2], layout, device=device)
 
 
 @pytest.mark.parametrize("world_size", (2, 3))
@@ -170,14 +171,17 @@ OF_ITS_OWN = Case(lengths=(160, 80), **SMALL)
 
 
 ON_BOTH = pytest.mark.parametrize(
-    ("device", "world_size", "case"), [("cpu", 3, ONE), of_two_gpus(2, GPU_CASES[0])], ids=str
+    ("device", "world_size", "case"), [("cpu", 3, ONE), *(on_gpus(n, GPU_CASES[0]) for n in GPUS)], ids=str
 )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("device", "world_size", "case"),
-    [("cpu", 2, CASES[2]), ("cpu", 3, OF_ITS_OWN), ("cpu", 3, CASES[-2]), of_two_gpus(2, GPU_CASES[2])],
+    [
+        *(("cpu", 2, CASES[2]), ("cpu", 3, OF_ITS_OWN), ("cpu", 3, CASES[-2])),
+        *(on_gpus(n, GPU_CASES[2]) for n in GPUS),
+    ],
     ids=str,
 )
 def test_compiled(device, world_size, case):
@@ -187,18 +191,18 @@ def test_compiled(device, world_size, case):
 @pytest.mark.long
 @pytest.mark.parametrize("backend", [BACKEND, "inductor"])
 @pytest.mark.parametrize(
-    ("device", "totals", "sizes"),
-    [("cpu", (240, 480, 100), SMALL), of_two_gpus((2048, 4096, 1000), {"gate": "logsigmoid"})],
+    ("device", "world_size", "totals", "sizes"),
+    [("cpu", 2, (240, 480, 100), SMALL), *(on_gpus(n, (2048, 4096, 1000), {"gate": "logsigmoid"}) for n in GPUS)],
     ids=str,
 )
-def test_compiled_for_other_lengths(device, totals, sizes, backend):
+def test_compiled_for_other_lengths(device, world_size, totals, sizes, backend):
     cases = [Case(lengths=(total // 4, total - total // 4), **sizes) for total in totals]
-    run_on_ranks(2, cp_ranks.compiled_for_other_lengths, cases, device, backend, device=device)
+    run_on_ranks(world_size, cp_ranks.compiled_for_other_lengths, cases, device, backend, device=device)
 
 
 @pytest.mark.parametrize("backend", [None, pytest.param(BACKEND, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    ("device", "world_size", "cases"), [("cpu", 3, [ONE, OF_ITS_OWN]), of_two_gpus(2, GPU_CASES[:1])]
+    ("device", "world_size", "cases"), [("cpu", 3, [ONE, OF_ITS_OWN]), *(on_gpus(n, GPU_CASES[:1]) for n in GPUS)]
 )
 def test_gradients_that_are_none(device, world_size, cases, backend):
     """No rank leaves the others waiting."""
@@ -208,10 +212,10 @@ def test_gradients_that_are_none(device, world_size, cases, backend):
 @pytest.mark.skipif(torch.__version__.startswith("2.10."), reason="PyTorch 2.10's partitioner fails on it")
 @ON_BOTH
 def test_compiled_halo(device, world_size, case):
-    run_on_ranks(2, cp_ranks.compiled_halo, case, device, BACKEND, device=device)
+    run_on_ranks(world_size, cp_ranks.compiled_halo, case, device, BACKEND, device=device)
 
 
-@pytest.mark.parametrize(("device", "world_size"), [("cpu", 1), ("cpu", 3), ("cpu", 8), of_two_gpus(2)])
+@pytest.mark.parametrize(("device", "world_size"), [("cpu", 1), ("cpu", 3), ("cpu", 8), *map(on_gpus, GPUS)])
 def test_halos(device, world_size):
     """Also halos of one token, and those from several parts, of down to one token each."""
     batches = [((240,), 0), ((7, 0, 200, 33), 0), ((1,) * 20 + (219, 1), 0), ((7, 150), 83), ((30,), 210)]
@@ -224,12 +228,13 @@ def test_a_convolution_before_it(device, world_size, case):
     run_on_ranks(world_size, cp_ranks.convolved, case, 4, device, device=device)
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), ("cpu", 3), *map(on_gpus, GPUS)])
 @pytest.mark.parametrize(("lengths", "padding"), (((50, 1, 2, 3, 61, 1), 2), ((2, 7), 15)), ids=str)
-def test_region(world_size, lengths, padding):
+def test_region(device, world_size, lengths, padding):
     """Also sequences shorter than the convolution, at the borders of ranks, and ranks with padding alone."""
-    case = Case(lengths=lengths, padding=padding, H_k=1, H_v=2, K=16, V=24, dtype=torch.float64)
-    run_on_ranks(world_size, cp_ranks.region, case, "cpu", device="cpu")
+    sizes = {"H_k": 1, "H_v": 2, "K": 16, "V": 24, "dtype": torch.float64 if device == "cpu" else torch.bfloat16}
+    case = Case(lengths=lengths, padding=padding, **sizes)
+    run_on_ranks(world_size, cp_ranks.region, case, device, device=device)
 
 
 # One process that plays all ranks, which is how one GPU can
@@ -367,24 +372,26 @@ def test_other_heads_on_one_rank():
 
 
 @pytest.mark.parametrize(
-    ("device", "case", "sizes", "dtype"),
-    [("cpu", ONE, "40, 16", torch.float64), of_two_gpus(GPU_CASES[0], "256, 128", torch.float32)],
+    ("device", "world_size", "case", "sizes", "dtype"),
+    [("cpu", 2, ONE, "40, 16", torch.float64), on_gpus(2, GPU_CASES[0], "256, 128", torch.float32)],
     ids=str,
 )
-def test_other_heads_that_are_checked(device, case, sizes, dtype):
-    for outcome in outcomes_on_ranks(2, cp_ranks.other_heads_on_rank_1, case, "1", device, device=device, timeout=5):
-        shapes = ", ".join(f"((1, {H_v}, {sizes}), {dtype}, False)" for H_v in (case.H_v, 2 * case.H_v))
+def test_other_heads_that_are_checked(device, world_size, case, sizes, dtype):
+    arguments = (case, "1", device)
+    shapes = ", ".join(f"((1, {H_v}, {sizes}), {dtype}, False)" for H_v in (case.H_v, 2 * case.H_v))
+    for outcome in outcomes_on_ranks(world_size, cp_ranks.other_heads_on_rank_1, *arguments, device=device, timeout=5):
         assert f"[{shapes}]" in outcome["error"], outcome
 
 
 @pytest.mark.parametrize(
-    ("device", "case", "dtypes"),
-    [("cpu", ONE, (FP64, FP64)), of_two_gpus(GPU_CASES[0], (FP32, torch.bfloat16))],
+    ("device", "world_size", "case", "dtypes"),
+    [("cpu", 2, ONE, (FP64, FP64)), on_gpus(2, GPU_CASES[0], (FP32, torch.bfloat16))],
     ids=str,
 )
-def test_gradients_on_one_rank(device, case, dtypes):
+def test_gradients_on_one_rank(device, world_size, case, dtypes):
     for function, dtype in zip(("chunk_gated_delta_rule", "exchange_halo"), dtypes, strict=True):
-        for outcome in outcomes_on_ranks(2, cp_ranks.gradients_on_one_rank, case, function, device, device=device):
+        arguments = (case, function, device)
+        for outcome in outcomes_on_ranks(world_size, cp_ranks.gradients_on_one_rank, *arguments, device=device):
             assert "or in whether they need gradients" in outcome["error"], outcome
             assert f"{dtype}, False), (" in outcome["error"] and f"{dtype}, True)]" in outcome["error"]
 

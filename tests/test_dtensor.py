@@ -1,6 +1,6 @@
-"""DTensor: calls that are sharded over heads or over the batch, on two ranks, against the same call on one.
+"""DTensor: calls that are sharded over heads or over the batch, on ranks, against the same call on one.
 
-Ranks have gloo on the CPU, and NCCL on two GPUs.
+Ranks have gloo on the CPU, and NCCL on two and four GPUs.
 """
 
 import pytest
@@ -19,7 +19,7 @@ from dtensor_ranks import (
     without_derivatives,
 )
 from every_op import NAMES, REGIONS, WITH_POOL
-from ranks import of_two_gpus, run_on_ranks
+from ranks import on_gpus, run_on_ranks
 
 SIZES = {"H_k": 2, "H_v": 4, "K": 16, "V": 8, "gate": "logsigmoid"}
 INSIDE = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
@@ -34,39 +34,40 @@ PACKED = (
 )
 
 
+GPU_SIZES = {"H_k": 4, "H_v": 8, "gate": "logsigmoid"}
 GPU_BATCH = (
-    Case(B=4, T=300, gate="logsigmoid"),
-    Case(B=2, T=300, gate="logsigmoid", K=96, V=192, **INSIDE, state_v_first=True),
+    Case(B=4, T=300, **GPU_SIZES),
+    Case(B=4, T=300, **GPU_SIZES, K=96, V=192, **INSIDE, state_v_first=True),
 )
-GPU_PACKED = (Case(lengths=(300, 0, 129), gate="logsigmoid", keys="raw", use_qk_l2norm_in_kernel=True, **INSIDE),)
-on_both = pytest.mark.parametrize("device", ("cpu", of_two_gpus()))
+GPU_PACKED = (Case(lengths=(300, 0, 129), **GPU_SIZES, keys="raw", use_qk_l2norm_in_kernel=True, **INSIDE),)
+on_both = pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), on_gpus(2), on_gpus(4)])
 
 
 @on_both
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_training(placement, device):
+def test_training(placement, device, world_size):
     """Results and gradients are the bits of one rank, and nothing is exchanged; sums over the batch are sums."""
     batch, packed = (BATCH, PACKED) if device == "cpu" else (GPU_BATCH, GPU_PACKED)
     cases = batch if placement == "batch" else batch + packed
-    assert run_on_ranks(2, training, cases, placement, device=device) == [len(cases)] * 2
+    assert run_on_ranks(world_size, training, cases, placement, device=device) == [len(cases)] * world_size
 
 
 @on_both
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_convolution(placement, device):
-    assert run_on_ranks(2, convolution, placement, device=device) == [None] * 2
+def test_convolution(placement, device, world_size):
+    assert run_on_ranks(world_size, convolution, placement, device=device) == [None] * world_size
 
 
 @on_both
 @pytest.mark.parametrize("placement", ("batch", "heads"))
-def test_compile(placement, device):
+def test_compile(placement, device, world_size):
     case = BATCH[0] if device == "cpu" else GPU_BATCH[0]
-    assert run_on_ranks(2, compiled, case, placement, device=device) == [None] * 2
+    assert run_on_ranks(world_size, compiled, case, placement, device=device) == [None] * world_size
 
 
 @pytest.mark.parametrize(
     ("device", "world_size", "cases"),
-    [("cpu", 4, (Case(B=2, T=70, **SIZES, **INSIDE),)), of_two_gpus(2, GPU_BATCH)],
+    [("cpu", 4, (Case(B=2, T=70, **SIZES, **INSIDE),)), on_gpus(2, GPU_BATCH), on_gpus(4, GPU_BATCH)],
     ids=str,
 )
 def test_a_mesh_of_two_dimensions(device, world_size, cases):
@@ -75,10 +76,10 @@ def test_a_mesh_of_two_dimensions(device, world_size, cases):
 
 
 @on_both
-def test_partial_gradients(device):
+def test_partial_gradients(device, world_size):
     """They are reduced first."""
     case = BATCH[0] if device == "cpu" else GPU_BATCH[0]
-    assert run_on_ranks(2, partial_gradients, case, device=device) == [None] * 2
+    assert run_on_ranks(world_size, partial_gradients, case, device=device) == [None] * world_size
 
 
 @pytest.mark.parametrize("H_k", (4, 6))
@@ -101,16 +102,16 @@ def test_heads_over_two_dimensions(H_k):
 
 @pytest.mark.parametrize("name", WITH_POOL)
 @on_both
-def test_ops_on_a_pool(name, device):
+def test_ops_on_a_pool(name, device, world_size):
     """The shards of states are written in place."""
-    assert run_on_ranks(2, without_derivatives, name, device=device) == [None] * 2
+    assert run_on_ranks(world_size, without_derivatives, name, device=device) == [None] * world_size
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @on_both
-def test_norm(placement, device):
+def test_norm(placement, device, world_size):
     """Rows are apart, and nothing is exchanged; the weight's gradient is a sum."""
-    assert run_on_ranks(2, norm, placement, device=device) == [None] * 2
+    assert run_on_ranks(world_size, norm, placement, device=device) == [None] * world_size
 
 
 def test_every_op_is_here():
@@ -139,6 +140,6 @@ def test_refusals():
 
 
 @on_both
-def test_a_layer_with_heads_in_parallel(device):
+def test_a_layer_with_heads_in_parallel(device, world_size):
     """A layer whose projections are sharded by torch's tensor parallelism: its output and weight gradients."""
-    assert run_on_ranks(2, with_context, device=device) == [None] * 2
+    assert run_on_ranks(world_size, with_context, device=device) == [None] * world_size

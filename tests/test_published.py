@@ -7,8 +7,14 @@ import pytest
 import torch
 from cases import Case, make_gradients, make_inputs
 from dispatched import Ran
-from published_ranks import assert_near, low_level_on_ranks, published_context_on_ranks, without_the_cache
-from ranks import GroupOfOne, of_two_gpus, run_on_ranks
+from published_ranks import (
+    assert_near,
+    fla_context_on_ranks,
+    low_level_on_ranks,
+    published_context_on_ranks,
+    without_the_cache,
+)
+from ranks import GroupOfOne, on_gpus, run_on_ranks
 
 import flash_qla
 from flash_qla.cp.published import CPCache
@@ -219,19 +225,30 @@ GPU_CASES = (
     Case(lengths=(1500, 548), gate="logsigmoid"),
     Case(lengths=(2048,), gate="logsigmoid", dtype=torch.float16, state_v_first=True, **GATES_INSIDE),
 )
-on_both = pytest.mark.parametrize(("device", "cases"), [("cpu", CASES), of_two_gpus(GPU_CASES)], ids=("cpu", "cuda"))
+on_both = pytest.mark.parametrize(
+    ("device", "world_size", "cases"),
+    [("cpu", 2, CASES), on_gpus(2, GPU_CASES), on_gpus(4, GPU_CASES)],
+    ids=("cpu", "cuda2", "cuda4"),
+)
 
 
 @on_both
-def test_low_level_over_ranks(device, cases):
+def test_low_level_over_ranks(device, world_size, cases):
     """g, A, o, h, the states and all gradients are those of the whole sequences."""
-    assert run_on_ranks(2, low_level_on_ranks, cases, device, device=device) == [len(cases)] * 2
+    assert run_on_ranks(world_size, low_level_on_ranks, cases, device, device=device) == [len(cases)] * world_size
 
 
 @on_both
-def test_published_context_over_ranks(device, cases):
+def test_published_context_over_ranks(device, world_size, cases):
     """High level, with autograd, as with flash_qla's own context."""
-    assert run_on_ranks(2, published_context_on_ranks, cases[0], device, device=device) == [None] * 2
+    outcomes = run_on_ranks(world_size, published_context_on_ranks, cases[0], device, device=device)
+    assert outcomes == [None] * world_size
+
+
+@pytest.mark.parametrize(("device", "world_size"), [on_gpus(2), on_gpus(4)])
+def test_context_of_fla_over_ranks(device, world_size):
+    pytest.importorskip("fla.ops.cp", reason="FLA is not installed")
+    assert run_on_ranks(world_size, fla_context_on_ranks, GPU_CASES[0], device, device=device) == [None] * world_size
 
 
 def test_missing_cache_on_ranks():
