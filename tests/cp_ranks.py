@@ -395,7 +395,8 @@ def region(case: Case, device: str) -> None:
         gradients = torch.autograd.grad(actual, list(local.values()), cut(weight, layout))
         for name, ours, all_of_them in zip(local, gradients, expected_gradients, strict=True):
             if name in tokens:
-                assert_near(f"d{name}", ours, cut(all_of_them, layout), rtol=1e-9, atol=1e-9)
+                bar_of = "dg" if name == "a" else f"d{name}"  # a is the gate's input
+                assert_near(bar_of, ours, cut(all_of_them, layout), rtol=1e-9, atol=1e-9)
             else:
                 dist.all_reduce(ours)
                 assert_near(f"d{name}", ours, all_of_them, rtol=1e-9, atol=1e-9)

@@ -9,25 +9,15 @@ _NEGLIGIBLE = 2.0**-24
 def fold(maps: torch.Tensor, parts: int, V: int) -> torch.Tensor:
     """The state [H_v, V, K] after the last of maps [parts, H_v, V + K, K], from a state of 0 before the first.
 
-    Each of log2(parts) rounds composes neighbours, all pairs at once. The arithmetic is in float64, because settings
-    that round float32 to TF32 do not reach it.
-
-    `parts` is an argument because torch.compile of PyTorch 2.11 takes the size of a slice for a symbol.
+    The arithmetic is in float64, because settings that round float32 to TF32 do not reach it. `parts` is an argument
+    because torch.compile of PyTorch 2.11 takes the size of a slice for a symbol.
     """
-    if parts == 1:
-        return maps[0, :, :V]
-    folded = maps.double()
+    state, M = maps[0, :, :V].double(), maps[:, :, V:].double()
     if maps.dtype != torch.float64:
-        Z, M = folded.tensor_split([V], 2)
-        M = M.masked_fill(M.square().sum((2, 3), keepdim=True) < _NEGLIGIBLE**2, 0)
-        folded = torch.cat([Z, M], 2)
-    while parts > 1:
-        pairs, last = folded.tensor_split([parts // 2 * 2])
-        first, second = pairs[::2], pairs[1::2]
-        Z, M = (first @ second[:, :, V:]).tensor_split([V], 2)
-        folded = torch.cat([torch.cat([Z + second[:, :, :V], M], 2), last])
-        parts -= parts // 2
-    return folded[0, :, :V].to(maps.dtype)
+        M = M * (torch.linalg.vector_norm(M, dim=(2, 3), keepdim=True) >= _NEGLIGIBLE)
+    for part in range(1, parts):
+        state = torch.baddbmm(maps[part, :, :V].double(), state, M[part])
+    return state.to(maps.dtype)
 
 
 def spread(computed: torch.Tensor, mapped: list[bool]) -> torch.Tensor:
