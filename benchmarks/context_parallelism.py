@@ -265,7 +265,7 @@ def report(cells: list[dict]) -> None:
             if base and base is not cell:
                 line += f", {base[field] / cell[field] * grown:5.2f} times one"
         if base and cell["scaling"] == "strong" and base is not cell:
-            differences = {x: difference(y, base["sketches"][x]) for x, y in cell["sketches"].items()}
+            differences = {x: difference(y, base["sketches"][x]) for x, y in cell.get("sketches", {}).items()}
             line += "  differences " + " ".join(f"{x} {y:.1e}" for x, y in differences.items())
         print(line)
 

@@ -3,7 +3,7 @@
     python benchmarks/report.py
 
 A page has a table between two lines, `<!-- report: NAME -->` and `<!-- end report -->`. NAME is a key of TABLES. The
-results are h100.json of all.py, wide_h100.json of its sections for wide keys, context_parallelism_h100.json,
+results are h100.json of all.py, wide_h100.json of its sections for wide keys, context_parallelism_h200.json,
 generation_h100.json, decode_steps_h100.json and train_h100.json of examples/train.py, each also with h200. A figure
 that is in no file is "-". In cells with the field `qkv` q, k and v are slices of one tensor, or contiguous in the
 variants that are called so; cells without it are older, and had contiguous ones, which the line below their table says.
