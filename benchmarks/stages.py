@@ -216,7 +216,7 @@ def run(out: Path, results: Path, only: str) -> None:
 
     import flash_qla  # noqa: F401
 
-    context = multiprocessing.get_context("fork")
+    context, plain = multiprocessing.get_context("fork"), {}
     for record in records:
         if record["is_removed"]:
             continue
@@ -227,16 +227,16 @@ def run(out: Path, results: Path, only: str) -> None:
         process.join(60)
         if process.is_alive():
             process.kill()
-        times.append(record | (receive.recv() if receive.poll() else {"us": None, "short_us": None}))
-        results.write_text(json.dumps({"environment": common.environment(), "variants": times}, indent=1))
-    for kernel in dict.fromkeys(x["kernel"] for x in times):
-        rows = [x for x in times if x["kernel"] == kernel]
-        plain = next(x for x in rows if not x["statement"])
-        print(f"{kernel}: {plain['us']:.1f} us in a row, {plain['short_us']:.1f} us short")
-        for x in rows:
-            if x["statement"] and x["us"]:
-                more = [100 * (x[name] / plain[name] - 1) for name in ("us", "short_us")]
-                print(f"  {x['statement']:60} {more[0]:6.1f} % {more[1]:6.1f} %  {x['spills'] or ''}")
+        of_variant = receive.recv() if receive.poll() else {"us": None, "short_us": None}
+        times.append(record | of_variant)
+        if not record["statement"]:
+            plain = of_variant
+            print(f"{record['kernel']}: {plain['us']:.1f} us in a row, {plain['short_us']:.1f} us short", flush=True)
+        elif of_variant["us"]:
+            more = [100 * (of_variant[name] / plain[name] - 1) for name in ("us", "short_us")]
+            print(f"  {record['statement']:60} {more[0]:6.1f} % {more[1]:6.1f} %  {record['spills'] or ''}", flush=True)
+    # Last, because it starts CUDA in this process, whose forks then could not.
+    results.write_text(json.dumps({"environment": common.environment(), "variants": times}, indent=1))
 
 
 if __name__ == "__main__":
