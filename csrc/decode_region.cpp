@@ -60,11 +60,13 @@ Sizes read_sizes(const char* op, const Tensor& mixed, const Tensor& state_pool) 
 
 }  // namespace
 
-DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, WindowArguments windows, DecodeArguments rule)
+DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, WindowArguments windows, DecodeArguments rule,
+                           std::optional<Backlog> backlog)
     : op_(op), arguments_(std::move(arguments)), windows_(std::move(windows)) {
   const RegionArguments& r = arguments_;
   const auto [B, T, H_k, H_v, K, V] = read_sizes(op, r.mixed, rule.state_pool);
   const int64_t group = H_v / H_k;
+  check(!backlog || T == 1, op, "mixed has ", T, " tokens of each sequence, expected 1");
   const auto check_tokens = [&](const char* name, const Tensor& x, bool of_values) {
     check_device(op, name, x, r.mixed, kNames.x);
     if (x.dim() == (of_values ? 5 : 4)) {
@@ -90,7 +92,11 @@ DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, WindowArgu
   };
   rule.a = of_gates(r.a);
   rule.b = of_gates(r.b);
-  rule_ = make_decode_call(op, std::move(rule));
+  if (backlog) {
+    rule_ = make_buffered_decode_call(op, std::move(rule), std::move(*backlog));
+  } else {
+    static_cast<DecodeCall&>(rule_) = make_decode_call(op, std::move(rule));
+  }
   check_norm(op,
              {.o = rule_.v, .z = rule_.v, .weight = r.norm_weight, .eps = r.norm_eps, .activation = r.norm_activation},
              /*is_backward=*/false, "norm_weight");
@@ -174,34 +180,31 @@ Tensor DecodeRegion::packed_mixed() const {
   return packed;
 }
 
-DecodeCall DecodeRegion::rule_on(const Tensor& x) const {
-  DecodeCall rule = rule_;
+BufferedDecodeCall DecodeRegion::rule_on(const Tensor& x, Tensor o) const {
+  BufferedDecodeCall rule = rule_;
   const TokenParts parts = split_tokens(x, rule.H_k, rule.K, rule.H_v, rule.V);
   rule.q = parts.q;
   rule.k = parts.k;
   rule.v = parts.v;
   rule.a = with_heads(op_, arguments_.a, 3);
   rule.b = with_heads(op_, arguments_.b, 3);
-  rule.out.reset();
+  rule.out = std::move(o);
   return rule;
 }
 
-Tensor DecodeRegion::as_returned(Tensor y) const {
-  if (!rule_.out) {
-    return y;
+NormCall DecodeRegion::norm_of(const Tensor& o, const Tensor& y) const {
+  const Tensor& z = arguments_.z;  // perhaps in groups of heads: the norm reads it there
+  std::vector<int64_t> strides(z.dim(), 1);
+  for (int64_t dim = z.dim() - 2; dim >= 0; --dim) {
+    strides[dim] = strides[dim + 1] * z.size(dim + 1);
   }
-  Tensor memory = memory_of(*rule_.out);
-  copy(memory, y);
-  return new_empty(op_, y, {0}, rule_.dtype);
-}
-
-NormCall DecodeRegion::norm_of(Tensor o) const {
   return make_norm_call(op_,
-                        {.o = std::move(o),
-                         .z = with_heads(op_, arguments_.z, 4),
+                        {.o = view(o, z.sizes(), strides),
+                         .z = z,
                          .weight = arguments_.norm_weight,
                          .eps = arguments_.norm_eps,
-                         .activation = arguments_.norm_activation},
+                         .activation = arguments_.norm_activation,
+                         .y = view(y, z.sizes(), strides)},
                         /*is_backward=*/false, "norm_weight");
 }
 

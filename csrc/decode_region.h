@@ -1,11 +1,12 @@
 // A call of decode_gated_delta_net: a few tokens of each sequence through convolution, delta rule and gated norm, on
-// windows and states in pools.
+// windows and states in pools. Or of decode_gated_delta_net_buffered: one token, with deferred state writes.
 #pragma once
 
 #include <optional>
 #include <utility>
 
 #include "decode.h"
+#include "output.h"
 #include "region.h"
 
 namespace flash_qla {
@@ -25,8 +26,10 @@ struct WindowArguments {
 //   a, b     [B, T, H_v]                 [B, T, H_k, group]
 class DecodeRegion {
  public:
-  // Throws like make_decode_call, before anything runs. `rule` lacks q, k, v, a and b.
-  DecodeRegion(const char* op, RegionArguments arguments, WindowArguments windows, DecodeArguments rule);
+  // Throws like make_decode_call or, with replay buffers, make_buffered_decode_call, before anything runs. `rule` lacks
+  // q, k, v, a and b.
+  DecodeRegion(const char* op, RegionArguments arguments, WindowArguments windows, DecodeArguments rule,
+               std::optional<Backlog> backlog = std::nullopt);
 
   const RegionArguments& arguments() const { return arguments_; }
   const WindowArguments& windows() const { return windows_; }
@@ -42,40 +45,48 @@ class DecodeRegion {
   // Whether causal_conv1d on a pool is the convolution of the call.
   bool is_plain() const;
 
-  // Runs the parts of a plain call one after the other, and returns the op's result.
-  template <auto Convolve, auto Decode, auto Norm>
+  // Runs the parts of a plain call one after the other, and returns the op's result. Decode takes a DecodeCall or, of a
+  // call with replay buffers, a BufferedDecodeCall. To change nothing in a call that raises, Decode checks its call and
+  // all memory is there before Decode writes states, and windows are written last.
+  template <auto Convolve, auto StoreWindows, auto Decode, auto Norm>
   Tensor run_parts() const {
     Convolution convolution = convolution_;
     convolution.x = packed_mixed();
-    return run_rule_and_norm<Decode, Norm>(Convolve(std::move(convolution)).y);
+    convolution.output_final_state = false;
+    make_canonical(convolution);
+    Tensor y = run_rule_and_norm<Decode, Norm>(Convolve(convolution).y);
+    StoreWindows(std::move(convolution));
+    return y;
   }
   // The same after the convolution, on its result [B, T, D].
   template <auto Decode, auto Norm>
   Tensor run_rule_and_norm(const Tensor& x) const {
-    return as_returned(Norm(norm_of(Decode(rule_on(x)))));
+    Tensor y = allocate_output(rule_, rule_.out, x), o = allocate_output(rule_, std::nullopt, x);
+    NormCall norm = norm_of(o, y);
+    Decode(rule_on(x, std::move(o)));
+    Norm(std::move(norm));
+    return output_as_returned(rule_, rule_.out, std::move(y));
   }
   // mixed in the first form.
   Tensor packed_mixed() const;
 
  private:
   void make_convolution(const DecodeArguments& rule, int64_t B, int64_t T, int64_t D);
-  DecodeCall rule_on(const Tensor& x) const;
-  NormCall norm_of(Tensor o) const;
-  // y or, with `out`, which gets it, an empty tensor.
-  Tensor as_returned(Tensor y) const;
+  BufferedDecodeCall rule_on(const Tensor& x, Tensor o) const;  // which writes o
+  NormCall norm_of(const Tensor& o, const Tensor& y) const;     // of contiguous tensors
 
   const char* op_;
   RegionArguments arguments_;
   WindowArguments windows_;
   Convolution convolution_;
-  DecodeCall rule_;
+  BufferedDecodeCall rule_;  // perhaps without replay buffers
 };
 
 // Throws, if a table has an index out of range, if a sequence has too many tokens for a GPU, or if two sequences write
 // one window. This synchronizes.
 void check_windows_of_drafts(const DecodeRegion& region);
 
-// Each returns the op's result.
+// Each returns the op's result, of a call without replay buffers.
 Tensor decode_region_cpu(const DecodeRegion& region);
 Tensor decode_region_cuda(const DecodeRegion& region);
 

@@ -416,3 +416,89 @@ def decode_gated_delta_net(
         explain(decode_gated_delta_net, locals())
         raise
     return y if out is None else out
+
+
+def decode_gated_delta_net_buffered(
+    mixed: torch.Tensor,
+    z: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    window_pool: torch.Tensor,
+    state_pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    d_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    g_cache: torch.Tensor,
+    write_pos: torch.Tensor,
+    *,
+    force_flush: torch.Tensor | None = None,
+    scale: float | None = None,
+    null_index: int = -1,
+    allow_neg_eigval: bool = False,
+    norm_eps: float = 1e-6,
+    norm_activation: Literal["silu", "sigmoid"] = "silu",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """decode_gated_delta_net for one token of each sequence, which writes a state only every L-th time.
+
+        y = decode_gated_delta_net_buffered(
+            mixed, z, a, b, conv1d.weight, conv1d.bias, norm.weight, A_log, dt_bias, windows, states, state_indices,
+            d_cache, k_cache, g_cache, write_pos
+        )
+
+    These are the functions
+
+        x = prefill_causal_conv1d(mixed, conv_weight, conv_bias, window_pool, state_indices)
+        o = decode_gated_delta_rule_buffered(*split(x), a, b, A_log, dt_bias, state_pool, state_indices, ...)
+        y = gated_rms_norm(o, z, norm_weight)
+
+    with the l2norm and the activations inside. Their kernels run, so it is faster than decode_gated_delta_net, which is
+    one kernel, for many sequences only. A window is written at each step. The function has no derivative. It increments
+    the versions of what it writes. torch.autocast casts mixed and z.
+
+    As in gated_delta_net: A_log, dt_bias, scale, allow_neg_eigval, norm_eps, norm_activation.
+    As in decode_gated_delta_net: z, a, b, conv_bias, norm_weight, out.
+    As in decode_gated_delta_rule_buffered: state_pool, d_cache, k_cache, g_cache, write_pos, force_flush.
+
+    Parameters
+    ----------
+    mixed : Tensor
+        As that of decode_gated_delta_net, with one token of each sequence: [B, 1, 2 H_k K + H_v V]. Or by key heads,
+        [B, 1, H_k, 2 K + H_v / H_k V], which is copied first, as are a and b by key heads. On a GPU K is at most 128.
+    conv_weight : Tensor
+        [D, W] or [D, 1, W], D = 2 H_k K + H_v V, as that of decode_gated_delta_net.
+
+    Pools
+    -----
+    window_pool : Tensor
+        [slots, D, W - 1] or [slots, D, W], any strides, as state_pool of prefill_causal_conv1d. It is written.
+    state_indices : Tensor
+        Slot of each sequence's window, state and replay buffer, [B], int32 or int64.
+    null_index : int, default -1
+        An index of at most this is no slot: y of the sequence is 0 where z is finite, and nothing is written.
+
+    Returns
+    -------
+    y : Tensor
+        [B, 1, H_v, V], in the dtype of mixed; `out` if that is given.
+
+    Raises
+    ------
+    RuntimeError, TypeError, NotImplementedError
+        As decode_gated_delta_net and decode_gated_delta_rule_buffered.
+    """
+    try:
+        y = torch.ops.flash_qla.decode_gated_delta_net_buffered(
+            mixed, z, a, b, conv_weight, conv_bias, norm_weight, A_log, dt_bias, window_pool, state_pool, state_indices,
+            d_cache, k_cache, g_cache, write_pos, force_flush, scale, null_index, allow_neg_eigval, norm_eps,
+            norm_activation, out,
+        )  # fmt: skip
+    except Exception:
+        explain(decode_gated_delta_net_buffered, locals())
+        raise
+    return y if out is None else out

@@ -206,7 +206,7 @@ void check_windows_of_drafts(const DecodeRegion& region) {
 
 Tensor decode_region_cpu(const DecodeRegion& region) {
   if (region.is_plain()) {
-    return region.run_parts<convolve_cpu, decode_cpu, gated_rms_norm_cpu>();
+    return region.run_parts<convolve_cpu, store_windows_cpu, decode_cpu, gated_rms_norm_cpu>();
   }
   Tensor mixed = region.packed_mixed();
   if (!region.has_convolution()) {

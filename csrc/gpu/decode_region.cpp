@@ -295,7 +295,7 @@ Tensor decode_region_cuda(const DecodeRegion& region) {
     drafts ? check_windows_of_drafts(region) : check_decode_tables(rule);
   }
   if (!one_token && !drafts) {
-    return region.run_parts<convolve_cuda, decode_cuda, gated_rms_norm_cuda>();
+    return region.run_parts<convolve_cuda, store_windows_cuda, decode_cuda, gated_rms_norm_cuda>();
   }
   const DeviceGuard guard = make_current(r.mixed);
   Tensor y = allocate_output(rule, rule.out, r.mixed);
