@@ -94,13 +94,13 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
     wait_for_copies<1>();  // the tokens'
     __syncthreads();
     convolve(count, channels);
-    write_windows(count, columns, window_slot);
     __syncthreads();
     prepare_keys(count);
     __syncthreads();
     wait_for_cluster();  // the barriers of all CTAs are there
     arrive_at_cluster();
     decode(begin, count, gates, slot);
+    write_windows(count, columns, window_slot);  // behind the states' stores, which take longest
     wait_for_sent(&shared.sent);
     write_y(begin, count);
     wait_for_cluster();  // all have read the windows

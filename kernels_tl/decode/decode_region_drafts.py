@@ -19,9 +19,8 @@ Other tables and the trees of tokens are those of decode. Tokens of a sequence b
 The grid, the cluster and its meetings are those of decode_region. A CTA has `rows` value rows or fewer, REGION_ROWS of
 region_tile.py at most:
 
-    CTA | arrive | tokens and S in flight; windows | convolution of all tokens; windows of v, kept windows |
-        | factors of q and k | wait, arrive | step of each token, S', sends o | waits for o, y | wait |
-        | windows of q and k |
+    CTA | arrive | tokens and S in flight; windows | convolution of all tokens | factors of q and k | wait, arrive |
+        | step of each token, S', sends o | windows of v, kept windows | waits for o, y | wait | windows of q and k |
 
 The sums are in the order of causal_conv1d, of the path `rows` of decode and of gated_rms_norm. A tree's states of
 ancestors are computed again from the initial state, which is still in shared memory.
