@@ -25,9 +25,9 @@ struct WindowColumns {
   bool is_of_drafts;  // [the last W - 2 rows before the tokens, the tokens]; else the last rows
   int first;          // column of the first of the W - 1 rows that the tokens follow
 
-  __device__ __forceinline__ WindowColumns(const FirstSlots& slots, int n, int columns)
+  __device__ __forceinline__ WindowColumns(const FirstSlots& slots, int64_t accepted, int columns)
       : is_of_drafts(static_cast<bool>(slots.accepted)),
-        first(is_of_drafts ? static_cast<int>(clamp(slots.accepted.fresh(n), 1, columns - (kConvTaps - 2))) - 1
+        first(is_of_drafts ? static_cast<int>(clamp(accepted, 1, columns - (kConvTaps - 2))) - 1
                            : columns - (kConvTaps - 1)) {}
 };
 
@@ -69,9 +69,13 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
     const int n = share.n, in_sequence = plan.count(n), count = min(in_sequence, kDecodeTokens);
     const int64_t begin = plan.begin(n);
     fetch_tokens(begin, count);
-    // Loads of the tables are in flight together.
-    const WindowColumns columns(plan.first_slots, n, windows.pool.columns);
-    const int64_t window_slot = first_window_slot(), slot = count > 0 ? plan.first_slots(n) : kNoState;
+    // Both loads are in flight together.
+    const FirstSlots& slots = plan.first_slots;
+    const int64_t accepted = slots.accepted ? slots.accepted.fresh(n) : 1;
+    const int64_t first_index = slots.indices ? slots.indices.fresh(n) : n;
+    const WindowColumns columns(slots, accepted, windows.pool.columns);
+    const int64_t window_slot = slot_of(first_index);
+    const int64_t slot = count > 0 ? first_slot(accepted, first_index) : kNoState;
     if (threadIdx.x == 0) {
       expect_sent(&shared.sent, slot == kNoState ? 0 : count * Cta::bytes_of_o());
     }
@@ -88,9 +92,10 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
     fetch(slot, 0);
     const Gates gates = load_gates(begin, count, head_of(0));
     const Channels channels = load_channels(columns, window_slot);
+    const uint32_t norm_weight = load_norm_weight();
     list_tokens(count, slot);
-    load_norm_weight();
     set_windows(channels);
+    set_norm_weight(norm_weight);
     wait_for_copies<1>();  // the tokens'
     __syncthreads();
     convolve(count, channels);
@@ -172,10 +177,15 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
     return gates;
   }
 
-  // The slot of the sequence's window; its state starts from another column of the same row, if drafts were accepted.
-  __device__ __forceinline__ int64_t first_window_slot() const {
-    const FirstSlots& slots = plan.first_slots;
-    return slots.indices ? slots.checked(slots.indices.fresh(share.n)) : share.n;
+  // The sequence's window is in the slot of column 0 of its row of state_indices. Its state starts from another column,
+  // if drafts were accepted.
+  __device__ __forceinline__ int64_t slot_of(int64_t index) const {
+    return plan.first_slots.indices ? plan.first_slots.checked(index) : index;
+  }
+  __device__ __forceinline__ int64_t first_slot(int64_t accepted, int64_t first_index) const {
+    const Table& indices = plan.first_slots.indices;
+    const int column = indices ? static_cast<int>(clamp(accepted, 1, indices.columns)) - 1 : 0;
+    return slot_of(column == 0 ? first_index : indices.fresh(share.n, column));
   }
   // Sets `before` and `destinations`.
   __device__ __forceinline__ void list_tokens(int count, int64_t slot) const {
@@ -248,11 +258,16 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
       }
     });
   }
-  __device__ __forceinline__ void load_norm_weight() const {
+  __device__ __forceinline__ uint32_t load_norm_weight() const {
+    if (!has_row()) {
+      return 0;
+    }
+    const int row = share.first_row() + threadIdx.x;
+    return load_bits(norm.weight, norm.weight_dtype, 0, row - Cta::head_of_row(row) * sizes.V);
+  }
+  __device__ __forceinline__ void set_norm_weight(uint32_t bits) const {
     if (has_row()) {
-      const int row = share.first_row() + threadIdx.x, channel = row - Cta::head_of_row(row) * sizes.V;
-      shared.norm_weight[threadIdx.x] =
-          from_bits(load_bits(norm.weight, norm.weight_dtype, 0, channel), norm.weight_dtype, 0);
+      shared.norm_weight[threadIdx.x] = from_bits(bits, norm.weight_dtype, 0);
     }
   }
   // Column 0 of a channel.
