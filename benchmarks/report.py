@@ -75,6 +75,11 @@ def prefill(way: str, others: dict[str, str]) -> Call:
     return Call("prefill", {"package": "flash_qla", "way": way}, ways)
 
 
+def layers(field: str) -> Call:
+    ours = {"package": "flash_qla", "function": "region"}
+    return Call("layers", ours, {"FLA": {"package": "fla"}}, field)
+
+
 def text_by(engine: str) -> Call:
     sides = [{"package": package, "engine": engine} for package in ("flash_qla", "own")]
     return Call("generation", sides[0], {"its own kernels": sides[1]})
@@ -151,6 +156,8 @@ GAINS = {
         Call("train", {"package": "flash_qla"}, {"torch": {"package": "torch"}}, "step_ms"),
         {"": "training step of a small Qwen3-Next"},
     ),
+    "transformers with FLA": (layers("step_ms"), {"": "training step of eight layers of a Qwen3.5"}),
+    "transformers with FLA, prompts": (layers("prefill_ms"), {"": "prefill of these layers"}),
     "FLA's layers, K = 256": (CALLS["K = 256: training step"], {"": "training step of the operator"}),
     "transformers' `generate()`": (
         CALLS["text by transformers"],
@@ -348,23 +355,25 @@ def texts_of(call: Call, compared: dict, heads_and_sequences: tuple[str, ...]) -
 
 
 def ranks(data: dict) -> str:
-    """Speedups over one GPU: of the same tokens, of as many tokens per GPU, and predicted."""
-    rows = []
+    """A table for each card: speedups over one GPU, of the same tokens, of as many tokens per GPU, and predicted."""
+    tables = []
+    columns = ["2 GPUs", "4", "4, longer", "8, predicted", "64, predicted"]
     for card, sections in data.items():
-        all_cells = sections.get("context_parallelism", {"cells": []})["cells"]
+        rows, all_cells = [], sections.get("context_parallelism", {"cells": []})["cells"]
         of_ranks = [x for x in all_cells if x["package"] == "flash_qla" and not x.get("parts")]
         of_ranks += [x | {"scaling": "predicted"} for x in context_parallelism.predictions(all_cells)]
         known = {(x["heads"], x["sequences"], x["scaling"], x["ranks"]): x for x in of_ranks}
         for one in (x for x in of_ranks if x["ranks"] == 1):
             for field in ("forward_ms", "step_ms"):
-                row = [card, field.removesuffix("_ms"), one["heads"], one["sequences"], f"{one[field]:.2f} ms"]
-                for scaling, W in (("strong", 2), ("strong", 4), ("weak", 4), *(("predicted", W) for W in (4, 8, 64))):
+                row = [field.removesuffix("_ms"), one["heads"], one["sequences"], f"{one[field]:.2f} ms"]
+                for scaling, W in (("strong", 2), ("strong", 4), ("weak", 4), ("predicted", 8), ("predicted", 64)):
                     cell = known.get((one["heads"], one["sequences"], scaling, W))
                     tokens = W if scaling == "weak" else 1
                     row.append(f"{tokens * one[field] / cell[field]:.2f}" if cell else "-")
                 rows.append(row)
-    columns = ["2 GPUs", "4", "4, as many tokens each", "predicted: 4", "8", "64"]
-    return markdown(["card", "call", "heads", "sequences", "one GPU", *columns], rows)
+        if rows:
+            tables.append(markdown(["call", "heads", "sequences", f"one {card}", *columns], rows))
+    return "\n\n".join(tables)
 
 
 def decode_steps(data: dict) -> str:

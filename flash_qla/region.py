@@ -458,8 +458,8 @@ def decode_gated_delta_net_buffered(
         y = gated_rms_norm(o, z, norm_weight)
 
     with the l2norm and the activations inside. Their kernels run, so it is faster than decode_gated_delta_net, which is
-    one kernel, for many sequences only. A window is written at each step. The function has no derivative. It increments
-    the versions of what it writes. torch.autocast casts mixed and z.
+    one kernel, for hundreds of sequences only. A window is written at each step. The function has no derivative. It
+    increments the versions of what it writes. torch.autocast casts mixed and z.
 
     As in gated_delta_net: A_log, dt_bias, scale, allow_neg_eigval, norm_eps, norm_activation.
     As in decode_gated_delta_net: z, a, b, conv_bias, norm_weight, out.

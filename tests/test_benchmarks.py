@@ -437,9 +437,7 @@ def test_context_parallelism_on_two_ranks(tmp_path):
         for name, gathers in (("forward_ms", 1), ("step_ms", 2)):
             assert prediction[name] == pytest.approx(part[name] + gathers * factor * two["gather_ms"])
     table = report.ranks({"H200": {"context_parallelism": {"cells": cells}}})
-    assert (
-        f"| H200 | step | 1x2 | 1x1024 | {one['step_ms']:.2f} ms | {one['step_ms'] / two['step_ms']:.2f} | - |" in table
-    )
+    assert f"| step | 1x2 | 1x1024 | {one['step_ms']:.2f} ms | {one['step_ms'] / two['step_ms']:.2f} | - |" in table
     assert two["sketches"].keys() == {"o", "dq", "dk", "dv", "dg", "db"}
     for name, x in two["sketches"].items():
         assert context_parallelism.difference(x, one["sketches"][name]) < 1e-2, name
