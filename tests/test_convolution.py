@@ -46,6 +46,7 @@ CASES = (
     Case((0, 0, 0), padding=5, columns=4),
     Case((), padding=5),
     Case(B=1, T=700, D=520, state_dtype=None),
+    Case(tuple(range(12)), columns=4),  # whole steps of a lane, and others, before the end
 )
 BARS = {BF16: 3e-3, FP16: 4e-4, FP32: 2e-6, FP64: 1e-14}  # of y and dx; the sums are exact to the compute dtype
 SUMS = {FP64: 1e-13}
@@ -398,18 +399,19 @@ def windows_after(rows: torch.Tensor, columns: int, tokens: int) -> torch.Tensor
 )
 def test_checkpoints(device, case, every, kept):
     """Windows after `every` tokens, after twice as many, and so on; sequences without checkpoints start from shared
-    slots. In the pool the last checkpoint of the others goes to the slot that they started from."""
+    slots. In the pool the last checkpoint of the others goes to the slot that they started from. Rows and columns
+    beyond the checkpoints stay as they are."""
     inputs = make_inputs(case, device)
     lengths = list(case.lengths) if case.lengths else [case.T] * case.B
     counts, N = [length // every for length in lengths], len(lengths)
     columns = case.columns or case.W - 1
-    total = 3 * N + sum(counts)
+    total = 4 * N + sum(counts)
     pool = torch.randn(total, case.D, columns, generator=torch.Generator().manual_seed(5)).to(device, case.state_dtype)
     pool = POOLS["in pages"](pool)
     first = [n if counts[n] else N + n % 2 for n in range(N)]
     first[4], final_slots = -1, [2 * N + n for n in range(N)]
     final_slots[3] = -2
-    checkpoint_slots, free = [], iter(range(3 * N, total))
+    checkpoint_slots, free = [], iter(range(4 * N, total))
     for n, count in enumerate(counts):
         checkpoint_slots.append([next(free) for _ in range(count)])
         if count and first[n] == n:
@@ -417,7 +419,7 @@ def test_checkpoints(device, case, every, kept):
     x = inputs["x"][0] if case.lengths else inputs["x"].flatten(0, 1)
     before, after, rows, begin = pool.clone(), pool.clone(), [], 0
     initial = torch.zeros(N, case.D, columns, dtype=case.state_dtype, device=device)
-    width = max(max(counts) - (kept == "few"), 0)
+    width = max(max(counts) + (-1 if kept == "few" else 1), 0)
     for n, length in enumerate(lengths):
         if final_slots[n] >= 0 and first[n] >= 0:
             initial[n] = before[first[n]]
@@ -434,10 +436,10 @@ def test_checkpoints(device, case, every, kept):
     arguments = {name: inputs[name] for name in ("x", "weight", "bias", "cu_seqlens")}
     arguments |= {"state_indices": torch.tensor(final_slots), "initial_state_indices": torch.tensor(first)}
     if kept == "rows":
-        arguments["checkpoints"] = actual_rows = torch.zeros(sum(counts), case.D, columns, dtype=case.state_dtype)
+        arguments["checkpoints"] = actual_rows = torch.zeros(sum(counts) + 1, case.D, columns, dtype=case.state_dtype)
         arguments["checkpoints"] = actual_rows = actual_rows.to(device).mT.contiguous().mT
     else:
-        table = torch.full((N, width), -1)
+        table = 3 * N + torch.arange(N)[:, None].repeat(1, width)  # of no checkpoint
         for n, slots in enumerate(checkpoint_slots):
             table[n, : len(slots)] = torch.tensor(slots[:width])
         arguments["checkpoint_indices"] = table
@@ -445,8 +447,8 @@ def test_checkpoints(device, case, every, kept):
     with poisoned(device):
         actual = flash_qla.prefill_causal_conv1d(**arguments, state_pool=pool, checkpoint_every=every)
     assert torch.equal(actual, y) and torch.equal(pool, after)
-    if kept == "rows" and rows:
-        assert torch.equal(actual_rows, torch.stack(rows))
+    if kept == "rows":
+        assert torch.equal(actual_rows, torch.stack([*rows, torch.zeros_like(initial[0])]))
 
 
 # Errors

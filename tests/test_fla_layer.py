@@ -15,6 +15,7 @@ from test_fla import as_on_hopper, change_hook, change_norm, integration, layer_
 from test_region import formula
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import flash_qla
 from flash_qla.integrations import _fla_layer as fla_layer, _layers
 
 utils = pytest.importorskip("fla.models.utils", reason="FLA's models (flash-linear-attention) are not installed")
@@ -209,34 +210,49 @@ def test_after_a_step_on_fake_tensors(integration):
     assert ran.ops == [OP] and relative_error(y, expected(layer, x)[0][:, -1:]) < BAR
 
 
-def change_taps(layer):
+def change_bias(layer):
     layer.k_conv1d.bias = torch.nn.Parameter(torch.zeros(128, dtype=torch.bfloat16))
+
+
+def change_taps(layer):
+    layer.k_conv1d = type(layer.k_conv1d)(128, 3).to(torch.bfloat16)
+
+
+def change_dtype(layer):
+    layer.v_conv1d.half()
 
 
 def change_activation(layer):
     layer.q_conv1d.activation = None
 
 
-CHANGES = {
-    "the delta rule alone (q_conv1d is hooked)": change_hook,
-    "the delta rule alone (o_norm is a RMSNorm, not a FusedRMSNormGated)": change_norm,
-    "the delta rule alone (its convolutions differ in taps, bias or dtype)": change_taps,
-    "the delta rule alone (a convolution's activation is not silu)": change_activation,
-}
+def change_weight(layer):
+    layer.o_norm.weight = None
 
 
-@pytest.mark.parametrize("text", CHANGES)
-def test_layers_of_other_parts(text, integration, monkeypatch, caplog):
+CHANGES = (
+    (change_hook, "q_conv1d is hooked"),
+    (change_norm, "o_norm is a RMSNorm, not a FusedRMSNormGated"),
+    (change_bias, "its convolutions differ in taps, bias or dtype"),
+    (change_taps, "its convolutions differ in taps, bias or dtype"),
+    (change_dtype, "v_conv1d is of torch.float16 on torch.bfloat16"),
+    (change_activation, "a convolution's activation is not silu"),
+    (change_weight, "o_norm is without a weight"),
+)
+
+
+@pytest.mark.parametrize(("change", "why"), CHANGES, ids=lambda x: getattr(x, "__name__", ""))
+def test_layers_of_other_parts(change, why, integration, monkeypatch, caplog):
     """FLA's own forward decodes, and the log says why."""
     layer = randomized("cpu")
     x = layer_inputs("batch", "cpu")[0][:, : PREFILL + 1]
     _, cache = prefilled(layer, x[:, :PREFILL])
-    CHANGES[text](layer)
+    change(layer)
     fla_layer._say.cache_clear()
     monkeypatch.setattr(fla_layer, "_their_forward", lambda *arguments, **named: "theirs")
     with torch.no_grad(), caplog.at_level("INFO", "fla.flash_qla"):
         assert layer(x[:, PREFILL:], past_key_values=cache, use_cache=True) == "theirs"
-    assert caplog.messages == [f"flash_qla runs {text} of GatedDeltaNet"]
+    assert caplog.messages == [f"flash_qla runs the delta rule alone ({why}) of GatedDeltaNet"]
 
 
 def test_other_calls_are_theirs(integration, monkeypatch):
@@ -253,12 +269,56 @@ def test_other_calls_are_theirs(integration, monkeypatch):
         assert layer(token[:1], **options, cu_seqlens=torch.tensor([0, 1])) == "theirs"
         assert layer(token[:1], **options) == "theirs"  # another batch
         assert torch.compile(layer, backend="eager")(token, **options) == "theirs"
+        for windows in (None, tuple(y.float() for y in cache[0]["conv_state"])):
+            other = copy.deepcopy(cache)
+            other[0]["conv_state"] = windows
+            assert layer(token, past_key_values=other, use_cache=True) == "theirs"
         layer.train()
         assert layer(token, **options) == "theirs"
         layer.eval()
     assert layer(token, **options) == "theirs"  # with gradients
     for old, new in zip(before, (*cache[0]["conv_state"], cache[0]["recurrent_state"]), strict=True):
         assert torch.equal(old, new)
+
+
+@torch.no_grad()
+def test_calls_without_a_cache(integration, monkeypatch):
+    """FLA decodes few tokens, and any number in its other mode, but not while it trains."""
+    layer, x = randomized("cpu"), layer_inputs("batch", "cpu")[0]
+    monkeypatch.setattr(fla_layer, "_their_forward", lambda *arguments, **named: "theirs")
+    for mode, training, T, is_theirs in (
+        *(("chunk", False, 64, True), ("chunk", False, 65, False), ("chunk", True, 64, False)),
+        ("fused_recurrent", False, 65, True),
+    ):
+        layer.mode = mode
+        layer.train(training)
+        assert (layer(x[:, :T]) == "theirs") == is_theirs
+
+
+def test_windows_of_a_tensor_in_another_order():
+    """Only the parts of a tensor in their order are that tensor."""
+    whole = torch.randn(2, 8, 4)
+    parts = whole.split([2, 2, 4], 1)
+    assert torch.equal(fla_layer._as_one_tensor(parts), whole)
+    for windows in ((parts[1], parts[0], parts[2]), (parts[0].clone(), *parts[1:])):
+        merged, _ = fla_layer._merged(windows)
+        assert torch.equal(merged, torch.cat(windows, 1))
+
+
+@torch.no_grad()
+def test_activations_of_the_convolutions(integration, monkeypatch):
+    """Each has its own."""
+    layer, activations = randomized("cpu"), []
+    change_activation(layer)
+    original = flash_qla.causal_conv1d
+
+    def recorded(*arguments, **named):
+        activations.append(named["activation"])
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(flash_qla, "causal_conv1d", recorded)
+    layer(layer_inputs("batch", "cpu")[0])
+    assert activations == [None, "silu", "silu"]
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from accuracy import relative_error
 from engines import ours_of, with_another_default
 
+import flash_qla
 from flash_qla.integrations import fla, megatron
 
 PACKAGE = "megatron.core.ssm.gated_delta_net"
@@ -143,6 +144,27 @@ def test_packed_layer_without_fla(modules):
     o = torch.cat([piece[0] for piece in pieces], 1)
     expected = [o, *(sum(parts) for parts in zip(*(piece[1:] for piece in pieces), strict=True))]
     assert all(relative_error(y, z.double()) < 1e-5 for y, z in zip(actual, expected, strict=True))
+
+
+def test_arguments_reach_the_ops():
+    """All of them, also those that have one value in all calls of Megatron's layer."""
+    generator = torch.Generator().manual_seed(1)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator)
+
+    x, window = randn(1, 100, HIDDEN), randn(4, HIDDEN, W - 1)
+    packed = {"output_final_state": True, "cu_seqlens": CU_SEQLENS}
+    of_convolution = {"weight": randn(HIDDEN, W), "bias": randn(HIDDEN), "activation": None, "initial_state": window}
+    tokens = {"q": randn(1, 100, H_V, K), "k": F.normalize(randn(1, 100, H_V, K), dim=-1) / 2}
+    tokens |= {"v": randn(1, 100, H_V, V), "g": -torch.rand(1, 100, H_V), "beta": torch.rand(1, 100, H_V)}
+    of_rule = {"initial_state": randn(4, H_V, K, V), "use_qk_l2norm_in_kernel": True}
+    for ours, function, arguments in (
+        (megatron.causal_conv1d, flash_qla.causal_conv1d, {"x": x} | of_convolution),
+        (megatron.torch_chunk_gated_delta_rule, flash_qla.chunk_gated_delta_rule, tokens | of_rule),
+    ):
+        expected = function(**arguments | packed)
+        assert all(torch.equal(y, z) for y, z in zip(ours(**arguments | packed), expected, strict=True))
 
 
 def test_l2norm():

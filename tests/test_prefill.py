@@ -185,6 +185,20 @@ def test_checkpoints_of_segments():
         check_checkpoints("cuda", SIZES, 128, FP32, are_near)
 
 
+@pytest.mark.parametrize("every", (65, 128, 130, 2**31 - 64))
+def test_checkpoints_of_longer_sequences(device, every):
+    """Those that no sequence is long enough for: their rows and slots stay as they are."""
+    arguments = make_arguments(Case(**SIZES, B=3, T=64), device=device)
+    before, slots = copied(arguments["state_pool"]), arguments["state_indices"].tolist()
+    kept = torch.full((3, *before.shape[1:]), 7.0, device=device)
+    unused = torch.tensor(sorted({*range(SLOTS)} - {*slots})[:3], device=device)
+    for checkpoints in ({"checkpoints": kept}, {"checkpoint_indices": unused[:, None]}):
+        arguments["state_pool"] = pool = copied(before)
+        prefill_gated_delta_rule(**arguments, checkpoint_every=every, **checkpoints)
+        check_pool(pool, before, {slot: pool[slot] for slot in slots})
+    assert (kept == 7).all()
+
+
 def check_checkpoints(device: str, sizes: dict, every: int, pool_dtype: torch.dtype, is_right) -> None:
     """`is_right` compares states with those of shorter prefills."""
     case = Case(**sizes, lengths=(70, 0, 130, 64, 1, 300, 128), padding=5)  # the last one ends with a checkpoint

@@ -206,7 +206,7 @@ def test_other_drafts_are_theirs(engine, on_hopper, monkeypatch):
     assert layer(tokens, SimpleNamespace(**vars(batch) | {"logical_forward_mode": mode("decode")})) == "theirs"
     assert layer(tokens, engine.set_backend(backend, drafts=9)) == "theirs"
     batch = engine.set_backend(backend, drafts=3)
-    for name in _sglang_layer._TREE_TABLES:
+    for name in ("retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token"):
         vars(backend.forward_metadata)[name] = torch.zeros(1)
         assert layer(tokens, batch) == "theirs"
         vars(backend.forward_metadata)[name] = None
@@ -220,6 +220,11 @@ def test_other_drafts_are_theirs(engine, on_hopper, monkeypatch):
 
 def without_states(layer, backend):
     backend.req_to_token_pool.mamba2_layer_cache(3).intermediate_ssm = None
+
+
+def short_windows(layer, backend):
+    pools = backend.req_to_token_pool.mamba2_layer_cache(3)
+    pools.intermediate_conv_window = [pools.intermediate_conv_window[0][..., :2]]
 
 
 def without_rows(layer, backend):
@@ -238,6 +243,7 @@ def kept_tokens(layer, backend):
     ("change", "why"),
     (
         (without_states, "one by one: the states and windows after drafts are kept in another form"),
+        (short_windows, "one by one: the states and windows after drafts are kept in another form"),
         (without_rows, "no attribute 'verify_intermediate_state_indices'"),
         (other_kernel, "one by one: object decodes"),
         (kept_tokens, "one by one: --enable-linear-replayssm"),
@@ -344,6 +350,10 @@ def change_hook(layer, backend):
     layer.norm.register_forward_hook(lambda *arguments: None)
 
 
+def change_hook_of_attention(layer, backend):
+    layer.attn.register_forward_hook(lambda *arguments: None)
+
+
 def change_groups(layer, backend):
     layer.norm.group_size = 64
 
@@ -368,6 +378,7 @@ def change_nothing(layer, backend):
         (change_replay, {}, "one by one: --enable-linear-replayssm"),
         (change_windows, {}, "one by one: windows are [7, 1024, 2] for weights [1024, 4]"),
         (change_hook, {}, "one by one: its attention or norm has a hook"),
+        (change_hook_of_attention, {}, "one by one: its attention or norm has a hook"),
         (change_groups, {}, "one by one: the norm has a bias, groups"),
         (change_names, {}, "no attribute 'layer_norm_epsilon'"),
         (change_attention, {}, "no attribute 'A_log'"),

@@ -10,6 +10,7 @@ import copy
 import functools
 import importlib.util
 import inspect
+import itertools
 import pickle
 import re
 import subprocess
@@ -365,9 +366,9 @@ def test_autocast_of_another_dtype():
     """The op takes a convolution in autocast's dtype, whatever the layer's input has; parts take one in any dtype."""
     model = small_model(dtype=torch.bfloat16)
     (layer,) = gated_delta_nets(model)
-    for dtype, of_autocast, is_one in (
-        (torch.float32, torch.bfloat16, True),
-        (torch.bfloat16, torch.float16, False),
+    bias = torch.nn.Parameter(torch.randn(len(layer.conv1d.weight), dtype=torch.bfloat16))
+    for layer.conv1d.bias, (dtype, of_autocast, is_one) in itertools.product(
+        (None, bias), ((torch.float32, torch.bfloat16, True), (torch.bfloat16, torch.float16, False))
     ):
         x = torch.randn(1, 20, layer.hidden_size, dtype=dtype)
         with torch.autocast("cpu", of_autocast):

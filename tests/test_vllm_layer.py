@@ -215,30 +215,50 @@ def test_batch_invariant_mode(value, run, monkeypatch):
     assert modes == [value == "1"]
 
 
-def test_other_steps_are_theirs(run):
-    case = Case(**SEVERAL)
+@pytest.mark.parametrize("kind", ("tokens", "drafts", "prompts"))
+def test_other_steps_are_theirs(kind, run):
+    """Each differs in one thing from a step that is ours."""
+    case = Case(**{"tokens": ONE, "drafts": SEVERAL, "prompts": {"lengths": (9, 1), "indices": (4, 2)}}[kind])
     x = make(case, "cpu")
-    arguments = in_one(x, "mixed", "z"), in_one(x, "b", "a"), torch.zeros(10, case.H_v, case.V, dtype=case.dtype)
-    before = {name: x[name].clone() for name in ("window_pool", "state_pool")}
-    step = step_of(x, 10)
-    many = torch.zeros(5, 9, dtype=torch.int32)
-    for change, attributes in (
-        ({"num_prefills": 1}, {}),
-        ({"num_prefills": 1, "spec_sequence_masks": None, "checkpoint": 1}, {}),
-        ({"num_prefills": 1, "spec_sequence_masks": None, "flashinfer_checkpoint_plan": 1}, {}),
-        ({"num_prefills": 1, "spec_sequence_masks": None, "prefill_state_indices": many[0]}, {}),  # wide windows
-        ({"num_decodes": 1}, {}),
-        ({"spec_state_indices_tensor": many}, {}),
-        ({}, {"gdn_decode_kernel": "cuda"}),
-        ({}, {"has_flash_qla_region": False}),
-        (None, {}),
-    ):
+    windows, states = (x[name].clone() for name in ("window_pool", "state_pool"))
+    qkvz, ba = in_one(x, "mixed", "z"), in_one(x, "b", "a")
+    arguments = qkvz, ba, torch.zeros(len(qkvz), case.H_v, case.V, dtype=case.dtype)
+    step = step_of(x, len(qkvz))
+    many = torch.zeros(len(qkvz), 9, dtype=torch.int32)
+    if kind == "tokens":
+        changes = (({"num_decodes": 0}, {}), ({"non_spec_state_indices_tensor": many}, {}))
+    elif kind == "drafts":
+        changes = (
+            ({"num_prefills": 1}, {}),
+            ({"num_decodes": 1}, {}),
+            ({"spec_state_indices_tensor": many}, {}),
+            ({}, {"gdn_decode_kernel": "cuda"}),
+        )
+    else:
+        vars(step).update(
+            num_prefills=2,
+            num_decodes=0,
+            num_decode_tokens=0,
+            prefill_query_start_loc=x["cu_seqlens"],
+            prefill_state_indices=x["state_indices"],
+            prefill_has_initial_state=torch.tensor([True, True]),
+        )
+        changes = (
+            ({"num_prefills": 0}, {}),
+            ({"spec_sequence_masks": torch.ones(2, dtype=torch.bool)}, {}),
+            ({"checkpoint": 1}, {}),
+            ({"flashinfer_checkpoint_plan": 1}, {}),
+            ({"prefill_state_indices": None}, {}),
+            ({}, {"kv_cache": (torch.cat([x["window_pool"]] * 2, -1), x["state_pool"])}),
+        )
+    for change, attributes in (*changes, ({}, {"has_flash_qla_region": False}), (None, {}), ({}, {})):
         layer = layer_of(x, case, "cpu")
         vars(layer).update({"has_flash_qla_region": True} | attributes)
+        is_ours = change == attributes == {}
         run(layer, None if change is None else SimpleNamespace(**vars(step) | change), *arguments)
-        assert layer.calls == ["theirs"]
-    for name, tensor in before.items():
-        assert torch.equal(x[name], tensor)
+        assert layer.calls == ([] if is_ours else ["theirs"])
+        for name, tensor in (("window_pool", windows), ("state_pool", states)):
+            assert torch.equal(x[name], tensor) != is_ours
 
 
 @pytest.mark.parametrize("decodes", (1, 2))
@@ -277,6 +297,51 @@ def test_another_step_by_key_heads(run):
     packed = plain(x)
     assert torch.equal(mixed, packed["mixed"][0]) and torch.equal(b, packed["b"][0]) and torch.equal(a, packed["a"][0])
     assert torch.equal(z, packed["z"][0, :3]) and torch.equal(out[:3], z) and not out[3:].any()
+
+
+SIZES = {"head_k_dim": 128, "head_v_dim": 128, "num_k_heads": 4, "num_v_heads": 16, "activation": "silu"}
+NORM = {"activation": "silu", "norm_before_gate": True, "group_size": None, "bias": None}
+DTYPES = {"weight": torch.bfloat16, "dtype": torch.bfloat16, "windows": torch.bfloat16, "states": torch.float32}
+OTHERS = {"head_k_dim": (136, 100), "head_v_dim": (136, 100), "num_v_heads": (20,), "activation": (None, "gelu")}
+OTHERS_OF_NORM = {"activation": (None, "gelu"), "norm_before_gate": (False,), "group_size": (64,), "bias": (0,)}
+OTHER_DTYPES = dict.fromkeys(DTYPES, (torch.float16, torch.float32)) | {"states": (torch.float64, torch.float8_e4m3fn)}
+
+
+def test_what_fits_a_layer(monkeypatch):
+    """What does not fit differs in one thing from what does."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def fits(sizes=(), norm=(), dtypes=(), taps=4):
+        dtypes = DTYPES | dict(dtypes)
+        conv = SimpleNamespace(weight=torch.empty(3, taps, dtype=dtypes.pop("weight")))
+        layer = SimpleNamespace(**SIZES | dict(sizes), conv1d=conv, norm=SimpleNamespace(**NORM | dict(norm)))
+        return _layers.why_not(layer, **dtypes) is None
+
+    def of(changes):
+        return ({name: x} for name, values in changes.items() for x in values)
+
+    assert fits() and fits(norm={"group_size": 128}) and fits({"head_k_dim": 8, "head_v_dim": 512, "num_v_heads": 4})
+    assert all(fits(norm={"activation": x}) for x in ("swish", "sigmoid")) and fits({"activation": "swish"})
+    assert all(fits(dtypes={"states": x}) for x in (torch.bfloat16, torch.float16))
+    assert not any(fits(taps=x) for x in (2, 3, 5)) and not any(map(fits, of(OTHERS)))
+    assert not any(fits(norm=x) for x in of(OTHERS_OF_NORM)) and not any(fits(dtypes=x) for x in of(OTHER_DTYPES))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not fits()
+
+
+def test_a_part_with_hooks_is_not_plain():
+    part = torch.nn.Linear(2, 2)
+    kinds = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
+    for register in (getattr(part, f"register_{kind}") for kind in kinds):
+        assert _layers.is_plain(part)
+        hook = register(lambda *arguments: None)
+        assert not _layers.is_plain(part)
+        hook.remove()
+    for name in ("forward", "_old_forward"):
+        setattr(part, name, part.forward)
+        assert not _layers.is_plain(part)
+        delattr(part, name)
 
 
 def test_the_constructor(monkeypatch, caplog):
