@@ -307,6 +307,18 @@ def halved(arguments: dict, names: str, of_op: dict[str, str] | None = None) -> 
     return {name: (arguments[name] / 2, (of_op or {}).get(name, name)) for name in names.split()}
 
 
+def convolution_effects(arguments: dict) -> dict[str, tuple[object, str]]:
+    """Effects of the arguments of convolution_call. Slots and flags beyond those of the sequences have none."""
+    pairs = {"conv_states": "state_pool"}
+    slots, flags = arguments["cache_indices"], arguments["has_initial_state"]
+    return halved(arguments, "x weight bias conv_states", pairs) | {
+        "query_start_loc": (indices([0, 5, 10, 70, 74, 79]), "cu_seqlens"),
+        "cache_indices": (slots[:5].flip(0), "state_indices"),
+        "has_initial_state": (~flags[:5], "has_initial_state"),
+        "activation": (None, "use_silu"),
+    }
+
+
 # Replacing functions
 
 

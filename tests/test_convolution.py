@@ -368,6 +368,19 @@ def test_empty_sequences_share_slots(device):
     assert torch.equal(pool, after)
 
 
+def test_null_index_and_rows_of_checkpoints(device):
+    """No row is null."""
+    case = Case(B=2, T=6, state_dtype=BF16)
+    inputs = make_inputs(case, device)
+    arguments = {x: inputs[x] for x in ("x", "weight", "bias")} | {"state_indices": torch.tensor([4, 5]).to(device)}
+    kept = []
+    for null_index in (-1, 3):
+        kept.append(torch.full((6, case.D, 3), torch.nan, dtype=BF16, device=device))
+        options = {"null_index": null_index, "checkpoint_every": 2, "checkpoints": kept[-1]}
+        flash_qla.prefill_causal_conv1d(**arguments, **options, state_pool=make_pool(case, device))
+    assert torch.equal(*kept)
+
+
 def test_null_index(device):
     """Slots up to null_index are null."""
     case = Case(B=3, T=5, state_dtype=BF16)
@@ -409,7 +422,8 @@ def test_checkpoints(device, case, every, kept):
     pool = torch.randn(total, case.D, columns, generator=torch.Generator().manual_seed(5)).to(device, case.state_dtype)
     pool = POOLS["in pages"](pool)
     first = [n if counts[n] else N + n % 2 for n in range(N)]
-    first[4], final_slots = -1, [2 * N + n for n in range(N)]
+    first[4] = first[lengths.index(0) if 0 in lengths else 4] = -1  # an empty sequence's window is zero then
+    final_slots = [2 * N + n for n in range(N)]
     final_slots[3] = -2
     checkpoint_slots, free = [], iter(range(4 * N, total))
     for n, count in enumerate(counts):

@@ -298,6 +298,14 @@ def test_tree_in_slots(state_dtype, v_first, device):
     check(inputs, {writes[n, t].item(): states[n][t + 1] for n in range(2) for t in range(4)}, o, expected, before)
 
 
+def test_tokens_beyond_the_columns_of_parents(device):
+    """They follow the token before them."""
+    inputs = make_inputs(for_device(Case(B=2, T=4), device), device) | {"update_state": False}
+    parents = torch.tensor([[-1, 0, 1, 2], [-1, -1, 1, 2]], device=device)
+    results = [decode_gated_delta_rule(**inputs, parents=parents[:, :columns].contiguous()) for columns in (4, 2)]
+    assert torch.equal(*results)
+
+
 def packed(inputs: dict, one_token: bool, stride: int = 1) -> dict:
     """The arguments of decode_gated_delta_rule_packed; mixed_qkv is a part of a tensor with NaN around it."""
     mixed_qkv = torch.cat([inputs[name].flatten(2) for name in ("q", "k", "v")], -1)

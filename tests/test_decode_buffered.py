@@ -325,6 +325,15 @@ def test_gates_have_the_compute_dtype():
 
 
 @pytest.mark.gpu
+def test_an_index_has_all_of_its_bits():
+    """One of 64 bits is no slot where its lower half would be one."""
+    call = make_call(for_device(Case(T=1, B=3), "cuda"), 3, "cuda")
+    call["state_indices"] = call["state_indices"].long() + torch.tensor([0, 2**32, 0], device="cuda")
+    o = decode_gated_delta_rule_buffered(**call | step_of(call, 0))
+    assert o.flatten(1).any(1).tolist() == [True, False, True]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("positions", ((-5, 0, 2), (3, 99, 2), (-(2**31), 2**31 - 1, 1)), ids=str)
 def test_positions_outside(positions):
     """A write_pos out of range counts as the nearest valid one."""

@@ -318,6 +318,18 @@ def test_kept_rows_outside(outside):
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.gpu
+def test_more_accepted_tokens_than_columns():
+    """As many as there are columns: the next column belongs to another sequence."""
+    results = []
+    for accepted in (4, 99):
+        arguments = make(Case(lengths=(4, 2, 3), indices=(4, 5, 6), accepted=(1, 3, 4)), "cuda")
+        arguments["num_accepted_tokens"].fill_(accepted)
+        y = flash_qla.decode_gated_delta_net(**arguments)
+        results.append((y, arguments["state_pool"], arguments["window_pool"]))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("by_key_heads", (False, True))
 def test_strides_of_tokens(by_key_heads, device):
     """Any, also of channels: bits as with contiguous tokens."""

@@ -443,6 +443,7 @@ def test_an_error_of_the_op_stays():
 
 KEYWORDS_WITHOUT_EFFECT = (
     ("head_first", False),
+    ("head_first", 0),
     ("chunk_indices", None),
     ("chunk_indices", torch.tensor([[0, 0]])),
     ("chunk_size", None),
@@ -477,8 +478,9 @@ def test_other_libraries_keywords_that_change_nothing(name, value):
     ids=str,
 )
 def test_keywords_that_would_change_the_result_raise(name, value):
-    with pytest.raises((TypeError, ValueError, NotImplementedError), match=name):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=name) as raised:
         flash_qla.chunk_gated_delta_rule(**good("chunk_gated_delta_rule", "cpu", T=5), **{name: value})
+    assert not torch.is_tensor(value) or f"{name} is of type Tensor, expected" in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,10 @@ LAYOUTS = {
     "an odd start": lambda tensors: [restride(x, "odd_start", number) for number, x in enumerate(tensors)],
     "heads first": lambda tensors: [restride(x, "heads_first") for x in tensors],
     "tokens innermost": lambda tensors: [x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for x in tensors],
+    "tokens innermost, heads apart": lambda tensors: [
+        torch.nn.functional.pad(x, (0, 8)).permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)[..., :-8]
+        for x in tensors
+    ],
     "tokens first": lambda tensors: [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors],
     "part of a batch": lambda tensors: [restride(x, "part_of_batch") for x in tensors],
     "every third element": lambda tensors: [restride(x, "every_third") for x in tensors],
@@ -166,6 +170,20 @@ def test_any_strides(device, name):
     strided = {x: y.repeat_interleave(3, -1).roll(1)[..., 1::3] for x, y in read.items()}
     assert not any(x.is_contiguous() for x in strided.values())
     assert equal(dataclasses.replace(call, arguments=call.arguments | strided)(), call())
+
+
+@pytest.mark.parametrize("name", [x for x in NAMES if "checkpoint_indices" in names_of_arguments(x)])
+def test_any_strides_of_checkpoint_indices(device, name):
+    """A table of two columns, next to each other or not."""
+    results = []
+    for columns in (slice(0, 2), slice(0, 4, 2)):
+        call = make_call(name, device)
+        call.arguments = {x: y for x, y in call.arguments.items() if x not in ("checkpoints", "window_checkpoints")}
+        slots = torch.full((4, 4), -1)
+        slots[:, columns] = torch.tensor([[1, 2], [4, -1], [-1, -1], [6, 8]])
+        call.arguments["checkpoint_indices"] = slots.to(device)[:, columns]
+        results.append(call())
+    assert equal(*results)
 
 
 @pytest.mark.usefixtures("errors_change_nothing")

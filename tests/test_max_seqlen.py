@@ -126,10 +126,12 @@ def test_offsets_on_the_cpu_give_it(passed_max_seqlens):
     inputs = make_inputs(Case(lengths=(5, 70, 0), H_k=1, H_v=2, K=16, V=8), "cpu")
     offsets = inputs["cu_seqlens"]
     flash_qla.chunk_gated_delta_rule(**inputs)
-    for cu_seqlens_cpu in (offsets, None, offsets.tolist(), offsets[:1], offsets.expand(2, -1), offsets.to("meta")):
+    others = (None, offsets.tolist(), offsets[:1], offsets.expand(2, -1), offsets.to("meta"))
+    for cu_seqlens_cpu in (offsets, *others, offsets.as_subclass(type("Offsets", (torch.Tensor,), {}))):
         flash_qla.chunk_gated_delta_rule(**inputs, cu_seqlens_cpu=cu_seqlens_cpu)
     flash_qla.chunk_gated_delta_rule(**inputs, cu_seqlens_cpu=offsets, max_seqlen=71)
-    assert passed_max_seqlens == [None, 70, None, None, None, None, None, 71]
+    flash_qla.chunk_gated_delta_rule(**inputs, cu_seqlens_cpu=torch.tensor([9, 5]))
+    assert passed_max_seqlens == [None, 70, *(None,) * 6, 71, 0]
 
 
 @torch.no_grad()

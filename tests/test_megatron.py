@@ -172,7 +172,9 @@ def test_l2norm():
     x = torch.randn(3, 5, K, generator=torch.Generator().manual_seed(0))
     x[0] = 0
     assert relative_error(megatron.l2norm(x), reference.l2norm(x.double())) < 1e-6
-    assert megatron.l2norm(x.bfloat16()).dtype == torch.bfloat16
+    for y in (x, 1e-3 * x):  # where eps counts
+        rounded, expected = megatron.l2norm(y.bfloat16()), reference.l2norm(y.bfloat16().double())
+        assert rounded.dtype == torch.bfloat16 and torch.equal(rounded.double(), expected.bfloat16().double())
 
 
 def test_use_and_restore(modules, has_fla):

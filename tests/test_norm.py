@@ -92,6 +92,7 @@ LAYOUTS = {
     "gaps": lambda tensors: [restride(x, "gaps", i) for i, x in enumerate(tensors)],
     "an odd start": lambda tensors: [restride(x, "odd_start", i) for i, x in enumerate(tensors)],
     "heads first": lambda tensors: [tensors[0], *(restride(x, "heads_first") for x in tensors[1:])],
+    "dy alone": lambda tensors: [*tensors[:2], restride(tensors[2], "heads_first")],
     "part of a batch": lambda tensors: [*(restride(x, "part_of_batch") for x in tensors[:2]), tensors[2]],
     "every third element": lambda tensors: [restride(x, "every_third") for x in tensors],
     "expanded": lambda tensors: [x if i == 0 else x[:, :, :1].expand_as(x) for i, x in enumerate(tensors)],

@@ -329,11 +329,14 @@ def without_slots(name: str, o: torch.Tensor, h: torch.Tensor) -> tuple[torch.Te
 @pytest.mark.parametrize("inplace_update", (True, False))
 def test_chunk(device, name, state_dtype, inplace_update):
     arguments, expected = prefill_call(name, state_dtype, device)
-    check_chunk(sglang.chunk_gated_delta_rule, name, arguments | {"inplace_update": inplace_update}, expected)
+    arguments |= {"inplace_update": inplace_update}
+    arguments["initial_state_indices"] = torch.nn.functional.pad(arguments["initial_state_indices"], (0, 3))
+    check_chunk(sglang.chunk_gated_delta_rule, name, arguments, expected)
 
 
 def check_chunk(function, name, arguments, expected):
-    pool, slots = arguments["initial_state"], arguments["initial_state_indices"].tolist()
+    slots = arguments["initial_state_indices"].tolist()[: len(expected.final_state)]
+    pool = arguments["initial_state"]
     before, inplace_update = pool.clone(), arguments.get("inplace_update", True)
     o, nothing, h = function(**arguments)
     assert nothing is None and o.dtype == h.dtype == BF16
@@ -567,6 +570,12 @@ def test_effects_on_update():
     refused = "softplus_beta softplus_threshold is_kda lower_bound cache_ring match_cutedsl_decode"
     refused += " replayssm_rawv replayssm_rawk replayssm_g replayssm_beta"  # test_update_refuses
     engines.check_effects(sglang.fused_sigmoid_gating_delta_rule_update, arguments, effects, refused)
+
+
+def test_effects_on_convolution():
+    arguments = engines.convolution_call(-1)
+    effects = engines.convolution_effects(arguments) | {"pad_slot_id": (0, "null_index")}
+    engines.check_effects(sglang.causal_conv1d_fn, arguments, effects, "kwargs")  # test_convolution_of_wider_windows
 
 
 def test_effects_on_chunk():

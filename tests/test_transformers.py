@@ -391,6 +391,30 @@ def test_shapes_on_meta():
     assert layer(x).shape == x.shape
 
 
+def test_caches_that_are_not_known():
+    """Each differs in one thing from a cache that one op can take."""
+    layer, one = types.SimpleNamespace(layer_idx=1), types.SimpleNamespace
+    names = {name: {0: True} for name in ("conv_states", "recurrent_states", "has_previous_state")}
+
+    def found(change, layer=layer):
+        layers = [None, one(**names | change)]
+        return _transformers_layer.layer_cache_of(layer, one(layers=layers)) is layers[1]
+
+    assert found({}) and found({"record_past": False})
+    assert not any(found({name: []}) for name in names) and not found({"record_past": True})
+    for other in (one(), one(layer_idx=None), one(layer_idx=2)):
+        assert _transformers_layer.layer_cache_of(other, one(layers=[one(**names)] * 2)) is None
+    assert _transformers_layer.layer_cache_of(layer, one()) is None
+
+    window, state = torch.zeros(1, 8, 4), torch.zeros(1, 2, 6, 5).mT
+    for of_window, of_state, is_taken in (
+        *((window, state, True), (None, state, False), (window, None, False), (window[..., 1:], state, False)),
+        *((window, state[0], False), (window, state.contiguous(), False)),
+    ):
+        states = _transformers_layer.states_of(one(conv_states=[of_window], recurrent_states=[of_state]), 4)
+        assert (states is not None) == is_taken
+
+
 def test_with_block_restores_only_what_it_switched(calls):
     model = small_model()
     with use_flash_qla(model):

@@ -156,7 +156,8 @@ class ByKeyHeads(Layer):
         mixed, z, b, a = _vllm_layer.split_projections(self, mixed_qkvz, ba)
         q, k, v = mixed.split([self.head_k_dim, self.head_k_dim, mixed.shape[-1] - 2 * self.head_k_dim], -1)
         v = v.unflatten(-1, (-1, self.head_v_dim)).flatten(1, 2)
-        return q, k, v, z.flatten(1, 2), b.flatten(1), a.flatten(1)
+        b, a = torch.stack([b.flatten(1), a.flatten(1)], -1).unbind(-1)  # views, as with one value head of a key head
+        return q, k, v, z.flatten(1, 2), b, a
 
     def _forward_core(self, mixed_qkv, b, a, core_attn_out):
         self.calls.append((mixed_qkv, b, a))
@@ -292,6 +293,7 @@ def test_another_step_by_key_heads(run):
     step = SimpleNamespace(**vars(step_of(x, 3)) | {"num_prefills": 1, "checkpoint": 1})
     run(layer, step, in_one(x, "mixed", "z"), in_one(x, "b", "a"), out)
     (mixed, b, a), z = layer.calls
+    assert b.is_contiguous() and a.is_contiguous()  # as vLLM's kernels read them
     from test_decode_region import plain
 
     packed = plain(x)
