@@ -147,7 +147,7 @@ def test_against_the_recurrence(device, world_size, case, layout):
     check(case, layout, results_on(world_size, CASES if device == "cpu" else GPU_CASES, device))
 
 
-@pytest.mark.parametrize(("device", "world_size"), map(on_gpus, GPUS))
+@pytest.mark.parametrize(("device", "world_size"), [*map(on_gpus, GPUS)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_a_cuda_graph(device, world_size, layout):
     run_on_ranks(world_size, cp_ranks.captured, GPU_CASES[2], layout, device=device)
