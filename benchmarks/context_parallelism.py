@@ -228,6 +228,21 @@ def measure_cell(
     return cell | {"sketches": merged}
 
 
+def with_differences(cells: list[dict]) -> list[dict]:
+    """The cells with their differences from one GPU in place of sketches, where it has run."""
+    one = {(x["package"], common.heads_of(x), x["sequences"]): x for x in cells if x["ranks"] == 1 and "sketches" in x}
+    compared = []
+    for cell in cells:
+        base = one.get((cell["package"], common.heads_of(cell), cell["sequences"]))
+        if base is not None and base is not cell and "sketches" in cell:
+            of_cell = cell["sketches"]
+            cell = {name: x for name, x in cell.items() if name != "sketches"}
+            if cell["scaling"] == "strong":  # else the tokens are others
+                cell["differences"] = {x: difference(y, base["sketches"][x]) for x, y in of_cell.items()}
+        compared.append(cell)
+    return compared
+
+
 def predictions(cells: list[dict]) -> list[dict]:
     """What --parts predicts for each W: heads, sequences, ranks, forward_ms and step_ms."""
     gathers = {(common.heads_of(x), x["ranks"], x["layout"]): x["gather_ms"] for x in cells if "gather_ms" in x}
@@ -264,9 +279,8 @@ def report(cells: list[dict]) -> None:
             line += f"  {field} {cell[field]:9.3f}"
             if base and base is not cell:
                 line += f", {base[field] / cell[field] * grown:5.2f} times one"
-        if base and cell["scaling"] == "strong" and base is not cell:
-            differences = {x: difference(y, base["sketches"][x]) for x, y in cell.get("sketches", {}).items()}
-            line += "  differences " + " ".join(f"{x} {y:.1e}" for x, y in differences.items())
+        if "differences" in cell:
+            line += "  differences " + " ".join(f"{x} {y:.1e}" for x, y in cell["differences"].items())
         print(line)
 
 
@@ -294,6 +308,8 @@ def main(options) -> None:
                 report(new)
                 if options.out:  # after each cell, because the next one may run out of time
                     common.add_results(options.out, cells, KEY)
+                    all_cells = json.loads(Path(options.out).read_text())["cells"]
+                    common.write_results(options.out, with_differences(all_cells))
     if distributed:
         dist.destroy_process_group()
 
