@@ -3,18 +3,19 @@
     python benchmarks/context_parallelism.py --out FILE.json                             # one GPU
     torchrun --nproc-per-node 2 benchmarks/context_parallelism.py --out FILE.json        # the same sequences on two
     torchrun --nproc-per-node 2 benchmarks/context_parallelism.py --weak --out FILE.json # or as many tokens per rank
-    python benchmarks/context_parallelism.py --parts 2,4,8,64 --out FILE.json            # one GPU: one rank of as many
+    python benchmarks/context_parallelism.py --parts 2,4,8,64 --out FILE.json            # on one GPU, a rank of each W
     python benchmarks/context_parallelism.py --report FILE.json
 
 The runs add their cells to one file, context_parallelism_h200.json for the documents, and remove cells of other
 commits. Inputs are the same for every number of ranks. Times are the slowest rank's. On GPUs they are device times,
 with the host ahead, as within a model.
 
---parts runs one rank in the middle of W alone, on its share of the tokens: all that a call does but the exchange, in
-whose place it finds maps. With the time of the all-gathers this predicts the time on W ranks. For a W that was not run,
-a gather takes W - 1 times as long per rank as on the most ranks that were.
+--parts runs the rank in the middle of W alone, on its share of the tokens, with W copies of its own maps in the place
+of the gathered ones. With the time of the all-gathers this predicts the time on W ranks: a little less, because the
+last rank folds twice as many maps. For a W that was not run, the time of a gather grows with W - 1 from that of the
+most ranks that were.
 
---report prints speedups, differences of results from one GPU, and predictions.
+--report prints speedups, differences of results from one GPU, and predictions for the same tokens.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ PACKAGES = {"flash_qla": (flash_qla_call, "flash-qla-aot"), "fla": (fla_call, "f
 
 
 def rank_alone(world_size: int) -> SimpleNamespace:
-    """A group whose rank in the middle this process is. It finds its own maps in the place of all ranks'."""
+    """A group whose rank in the middle this process is. Copies of its first maps stand in the place of all ranks'."""
     from flash_qla.cp import passes
 
     gathered: dict[torch.Size, torch.Tensor] = {}
@@ -244,21 +245,20 @@ def with_differences(cells: list[dict]) -> list[dict]:
 
 
 def predictions(cells: list[dict]) -> list[dict]:
-    """What --parts predicts for each W: heads, sequences, ranks, forward_ms and step_ms."""
-    gathers = {(common.heads_of(x), x["ranks"], x["layout"]): x["gather_ms"] for x in cells if "gather_ms" in x}
+    """What --parts predicts for the same tokens on W ranks: its cells, with the time of the gathers added."""
+
+    def key(cell: dict) -> tuple:
+        return common.heads_of(cell), cell["layout"]
+
+    gathers: dict[tuple, dict[int, float]] = {}
+    for cell in (x for x in cells if "gather_ms" in x and x["ranks"] > 1):
+        gathers.setdefault(key(cell), {})[cell["ranks"]] = cell["gather_ms"]
     predicted = []
-    for cell in (x for x in cells if x.get("parts")):
-        measured = {
-            W: ms
-            for (heads, W, layout), ms in gathers.items()
-            if (heads, layout) == (common.heads_of(cell), cell["layout"])
-        }
-        if not measured:
-            continue
-        W, most = cell["ranks"], max(measured)
-        gather = measured.get(W, measured[most] * (W - 1) / (most - 1))
-        times = {"forward_ms": cell["forward_ms"] + gather, "step_ms": cell["step_ms"] + 2 * gather}
-        predicted.append({name: cell[name] for name in ("heads", "sequences", "ranks")} | times)
+    for cell in (x for x in cells if x.get("parts") and x["scaling"] == "strong" and key(x) in gathers):
+        W, measured = cell["ranks"], gathers[key(cell)]
+        most = max(measured)
+        gather = measured[W] if W in measured else measured[most] * (W - 1) / (most - 1)
+        predicted.append(cell | {"forward_ms": cell["forward_ms"] + gather, "step_ms": cell["step_ms"] + 2 * gather})
     return predicted
 
 
@@ -267,9 +267,11 @@ def report(cells: list[dict]) -> None:
         return cell["package"], common.heads_of(cell), cell["sequences"]
 
     for x in predictions(cells):
-        print(
-            "{heads} {sequences} W={ranks}  predicted: forward {forward_ms:.3f} ms, step {step_ms:.3f} ms".format_map(x)
-        )
+        name = f"{common.heads_of(x)} {x['sequences']} W={x['ranks']}"
+        print(f"{name}  predicted: forward {x['forward_ms']:.3f} ms, step {x['step_ms']:.3f} ms")
+    for x in (x for x in cells if x.get("parts")):
+        name = f"{common.heads_of(x)} {x['sequences']} W={x['ranks']}"
+        print(f"{name}  without exchange: forward {x['forward_ms']:.3f} ms, step {x['step_ms']:.3f} ms")
     cells = [cell for cell in cells if not cell.get("parts")]
     one = {key(cell): cell for cell in cells if cell["ranks"] == 1}
     for cell in cells:

@@ -355,19 +355,21 @@ def texts_of(call: Call, compared: dict, heads_and_sequences: tuple[str, ...]) -
 
 
 def ranks(data: dict) -> str:
-    """A table for each card: speedups over one GPU, of the same tokens, of as many tokens per GPU, and predicted."""
+    """A table for each card: speedups over one GPU with the same tokens, with as many tokens per GPU ("longer"), and
+    predicted, of the contiguous layout."""
     tables = []
     columns = ["2 GPUs", "4", "4, longer", "8, predicted", "64, predicted"]
     for card, sections in data.items():
         rows, all_cells = [], sections.get("context_parallelism", {"cells": []})["cells"]
-        of_ranks = [x for x in all_cells if x["package"] == "flash_qla" and not x.get("parts")]
+        all_cells = [x for x in all_cells if x["package"] == "flash_qla" and x["layout"] in (None, "contiguous")]
+        of_ranks = [x for x in all_cells if not x.get("parts")]
         of_ranks += [x | {"scaling": "predicted"} for x in context_parallelism.predictions(all_cells)]
-        known = {(x["heads"], x["sequences"], x["scaling"], x["ranks"]): x for x in of_ranks}
-        for one in (x for x in of_ranks if x["ranks"] == 1):
+        known = {(heads_of(x), x["sequences"], x["scaling"], x["ranks"]): x for x in of_ranks}
+        for one in (x for (_, _, scaling, W), x in known.items() if (scaling, W) == ("strong", 1)):
             for field in ("forward_ms", "step_ms"):
-                row = [field.removesuffix("_ms"), one["heads"], one["sequences"], f"{one[field]:.2f} ms"]
+                row = [field.removesuffix("_ms"), heads_of(one), one["sequences"], f"{one[field]:.2f} ms"]
                 for scaling, W in (("strong", 2), ("strong", 4), ("weak", 4), ("predicted", 8), ("predicted", 64)):
-                    cell = known.get((one["heads"], one["sequences"], scaling, W))
+                    cell = known.get((heads_of(one), one["sequences"], scaling, W))
                     tokens = W if scaling == "weak" else 1
                     row.append(f"{tokens * one[field] / cell[field]:.2f}" if cell else "-")
                 rows.append(row)

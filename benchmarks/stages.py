@@ -231,8 +231,8 @@ def run(out: Path, results: Path, only: str) -> None:
         times.append(record | of_variant)
         if not record["statement"]:
             plain = of_variant
-            print(f"{record['kernel']}: {plain['us']:.1f} us in a row, {plain['short_us']:.1f} us short", flush=True)
-        elif of_variant["us"]:
+            print(f"{record['kernel']}: us in a row, us short {tuple(plain.values())}", flush=True)
+        elif of_variant["us"] and plain["us"]:
             more = [100 * (of_variant[name] / plain[name] - 1) for name in ("us", "short_us")]
             print(f"  {record['statement']:60} {more[0]:6.1f} % {more[1]:6.1f} %  {record['spills'] or ''}", flush=True)
     # Last, because it starts CUDA in this process, whose forks then could not.

@@ -457,9 +457,10 @@ def decode_gated_delta_net_buffered(
         o = decode_gated_delta_rule_buffered(*split(x), a, b, A_log, dt_bias, state_pool, state_indices, ...)
         y = gated_rms_norm(o, z, norm_weight)
 
-    with the l2norm and the activations inside. Their kernels run, so it is faster than decode_gated_delta_net, which is
-    one kernel, for hundreds of sequences only. A window is written at each step. The function has no derivative. It
-    increments the versions of what it writes. torch.autocast casts mixed and z.
+    with the l2norm and the activations of a and b inside the second. Each has its own kernel, so that this is faster
+    than decode_gated_delta_net, which is one kernel, only from hundreds of sequences on. A window is written at each
+    step. The function has no derivative. It increments the versions of what it writes. torch.autocast casts mixed and
+    z.
 
     As in gated_delta_net: A_log, dt_bias, scale, allow_neg_eigval, norm_eps, norm_activation.
     As in decode_gated_delta_net: z, a, b, conv_bias, norm_weight, out.

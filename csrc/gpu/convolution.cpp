@@ -97,8 +97,9 @@ bool is_in_pieces(const Tensor& rows, int64_t channels) {
          fits(rows.size(0), rows.stride(0)) && fits(rows.size(1), rows.stride(1));
 }
 
-// As many tokens for each warp as fill the card for kWaves, or fewer if they are few. Short sequences are as many as
-// that takes, and no more, because a warp waits for their windows one after the other.
+// As many tokens for each warp as fill the card for kWaves, or fewer if they are few, but kLeastTokens. A forward of
+// shorter sequences without offsets has one per warp until the card is full, because a warp waits for their windows one
+// after the other.
 kernels::ConvGrid grid_of(const Convolution& call, const auto& facts) {
   const bool in_pieces =
       is_in_pieces(call.x, facts.channels) && (!call.dy.defined() || is_in_pieces(call.dy, facts.channels));
@@ -106,7 +107,8 @@ kernels::ConvGrid grid_of(const Convolution& call, const auto& facts) {
   const int64_t columns = ceil_div(call.D, kLanes * (in_pieces ? facts.channels : 1));
   const int64_t resident = gpu_of(call.x).card.sm_count * static_cast<int64_t>(facts.ctas);
   const int64_t groups = std::max<int64_t>(kWaves * resident / columns, 1);
-  const int64_t least = call.cu_seqlens ? kLeastTokens : std::clamp<int64_t>(call.T, 1, kLeastTokens);
+  const bool by_sequence = !call.cu_seqlens && !call.dy.defined();
+  const int64_t least = by_sequence ? std::clamp<int64_t>(call.T, 1, kLeastTokens) : kLeastTokens;
   const int64_t step = std::min<int64_t>(least, 4);
   const int64_t warp_tokens = std::max(ceil_div(ceil_div(tokens, groups * kWarps), step) * step, least);
   return {.ctas = ceil_div(tokens, warp_tokens * kWarps) * columns,

@@ -12,11 +12,14 @@ def fold(maps: torch.Tensor, parts: int, V: int) -> torch.Tensor:
     The arithmetic is in float64, because settings that round float32 to TF32 do not reach it. `parts` is an argument
     because torch.compile of PyTorch 2.11 takes the size of a slice for a symbol.
     """
-    state, M = maps[0, :, :V].double(), maps[:, :, V:].double()
+    if parts == 1:
+        return maps[0, :, :V]
+    M = maps[1:, :, V:].double()
     if maps.dtype != torch.float64:
         M = M * (torch.linalg.vector_norm(M, dim=(2, 3), keepdim=True) >= _NEGLIGIBLE)
+    state = maps[0, :, :V].double()
     for part in range(1, parts):
-        state = torch.baddbmm(maps[part, :, :V].double(), state, M[part])
+        state = torch.baddbmm(maps[part, :, :V].double(), state, M[part - 1])
     return state.to(maps.dtype)
 
 
