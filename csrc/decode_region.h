@@ -46,8 +46,8 @@ class DecodeRegion {
   bool is_plain() const;
 
   // Runs the parts of a plain call one after the other, and returns the op's result. Decode takes a DecodeCall or, of a
-  // call with replay buffers, a BufferedDecodeCall. To change nothing in a call that raises, Decode checks its call and
-  // all memory is there before Decode writes states, and windows are written last.
+  // call with replay buffers, a BufferedDecodeCall. A call that raises changes nothing: the parts' memory is allocated
+  // before Decode, which checks its call before it writes states; windows are written last.
   template <auto Convolve, auto StoreWindows, auto Decode, auto Norm>
   Tensor run_parts() const {
     Convolution convolution = convolution_;
@@ -72,7 +72,7 @@ class DecodeRegion {
 
  private:
   void make_convolution(const DecodeArguments& rule, int64_t B, int64_t T, int64_t D);
-  BufferedDecodeCall rule_on(const Tensor& x, Tensor o) const;  // which writes o
+  BufferedDecodeCall rule_on(const Tensor& x, Tensor o) const;  // a call whose result is written to o
   NormCall norm_of(const Tensor& o, const Tensor& y) const;     // of contiguous tensors
 
   const char* op_;
