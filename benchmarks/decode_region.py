@@ -4,10 +4,9 @@
     python benchmarks/decode_region.py --heads 16x32 --batches 1,64 --packages flash_qla
     python benchmarks/decode_region.py --tokens 4 --packages flash_qla
 
-  region    of flash_qla: decode_gated_delta_net, one kernel
-  parts     one function after the other: convolution on a pool of windows, delta rule on a pool of states, norm
-  rule      of flash_qla: the delta rule alone
-  buffered  of flash_qla: decode_gated_delta_net_buffered, a mean over the steps of a cycle, of which one writes states
+  region   of flash_qla: decode_gated_delta_net, one kernel
+  parts    one function after the other: convolution on a pool of windows, delta rule on a pool of states, norm
+  rule     of flash_qla: the delta rule alone
 
 FLA's parts are its convolution update and norm, with its recurrent function in between; that one takes no slots, so
 each sequence has a state of its own. Windows and tokens are in bf16, states in fp32. A sample is the replay of a CUDA
@@ -15,7 +14,7 @@ graph, whose calls take one pool, as the calls of one layer do: states of few se
 over samples, in microseconds a call. The floor is the time of a copy of the bytes of states, windows and tokens.
 
 With --tokens each sequence has so many drafts, and the state after each goes to a slot of its own, as in vLLM. Then
-`parts` and `buffered` are not measured, because they take no drafts.
+`parts` are not measured, because the convolution of the package takes no drafts.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import common
 import torch
 
 WIDTH = 4
-STEPS = 16  # of a cycle of buffered decoding
 
 
 class Case:
@@ -55,16 +53,8 @@ class Case:
             self.slots = self.slots.view(batch, tokens_each)
             accepted = torch.ones(batch, dtype=torch.int32, device=common.DEVICE)
             self.drafts = {"num_accepted_tokens": accepted, "write_indices": self.slots}
-        self.caches = {
-            "d_cache": randn(slots, H_v, STEPS, V, dtype=torch.float32),
-            "k_cache": randn(slots, H_k, STEPS, K),
-            "g_cache": -randn(slots, H_v, STEPS, dtype=torch.float32).abs(),
-        }
         state, window, token = 4 * math.prod(self.states.shape[1:]), 2 * D * columns, 2 * (D + 2 * H_v * V)
         self.bytes = batch * ((1 + tokens_each) * state + 2 * window + tokens_each * token)
-        # A step of a cycle: the state is written once, and half of the replay buffer is read
-        buffer = sum(x[0].nbytes for x in self.caches.values())
-        self.buffered_bytes = batch * ((1 + 1 / STEPS) * state + buffer / 2 + 2 * window + token)
 
 
 def flash_qla_calls(case: Case) -> dict[str, Callable]:
@@ -89,20 +79,8 @@ def flash_qla_calls(case: Case) -> dict[str, Callable]:
             **case.drafts,
         )
 
-    positions = torch.arange(STEPS, device=common.DEVICE, dtype=torch.int32)[:, None].expand(-1, len(case.slots))
-    positions = positions.contiguous().unbind()
-
-    def buffered_cycle():
-        for write_pos in positions:
-            flash_qla.decode_gated_delta_net_buffered(
-                *(case.mixed, case.z, case.a, case.b, *weights, case.norm_weight, *gates),
-                *(case.windows, case.states, case.slots),
-                **case.caches,
-                write_pos=write_pos,
-            )
-
-    of_one_token = {} if case.drafts else {"parts": parts, "buffered": buffered_cycle}
-    return {"region": region, "rule": lambda: rule(case.mixed), **of_one_token}
+    of_parts = {} if case.drafts else {"parts": parts}
+    return {"region": region, **of_parts, "rule": lambda: rule(case.mixed)}
 
 
 def fla_calls(case: Case) -> dict[str, Callable]:
@@ -145,17 +123,14 @@ def measure(package: str, options) -> Iterator[dict]:
         for batch in map(int, options.batches.split(",")):
             case = Case(H_k, H_v, batch, options.tokens, options.head_dims)
             for name, call in CALLS[package](case).items():
-                is_buffered = name == "buffered"
                 us = 1e3 * statistics.median(common.time_graph(call, options.samples, options.sample_ms))
-                us /= STEPS if is_buffered else 1
                 cell = {"package": package, "function": name, "heads": f"{H_k}x{H_v}", "batch": batch, "us": us}
                 cell["tokens"] = options.tokens
-                size = case.buffered_bytes if is_buffered else case.bytes
-                yield cell | {"floor": 1e6 * size / common.ceilings()["bandwidth"]}
+                yield cell | {"floor": 1e6 * case.bytes / common.ceilings()["bandwidth"]}
 
 
 def report(cells: list[dict]) -> None:
-    for name in ("region", "parts", "rule", "buffered"):
+    for name in ("region", "parts", "rule"):
         function_cells = [cell for cell in cells if cell["function"] == name]
         key = operator.itemgetter("function", "heads", "batch", "tokens")
         common.print_comparison(function_cells, "us", key, floor="floor")

@@ -60,13 +60,11 @@ Sizes read_sizes(const char* op, const Tensor& mixed, const Tensor& state_pool) 
 
 }  // namespace
 
-DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, WindowArguments windows, DecodeArguments rule,
-                           std::optional<Backlog> backlog)
+DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, WindowArguments windows, DecodeArguments rule)
     : op_(op), arguments_(std::move(arguments)), windows_(std::move(windows)) {
   const RegionArguments& r = arguments_;
   const auto [B, T, H_k, H_v, K, V] = read_sizes(op, r.mixed, rule.state_pool);
   const int64_t group = H_v / H_k;
-  check(!backlog || T == 1, op, "mixed has ", T, " tokens of each sequence, expected 1");
   const auto check_tokens = [&](const char* name, const Tensor& x, bool of_values) {
     check_device(op, name, x, r.mixed, kNames.x);
     if (x.dim() == (of_values ? 5 : 4)) {
@@ -92,11 +90,7 @@ DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, WindowArgu
   };
   rule.a = of_gates(r.a);
   rule.b = of_gates(r.b);
-  if (backlog) {
-    rule_ = make_buffered_decode_call(op, std::move(rule), std::move(*backlog));
-  } else {
-    static_cast<DecodeCall&>(rule_) = make_decode_call(op, std::move(rule));
-  }
+  rule_ = make_decode_call(op, std::move(rule));
   check_norm(op,
              {.o = rule_.v, .z = rule_.v, .weight = r.norm_weight, .eps = r.norm_eps, .activation = r.norm_activation},
              /*is_backward=*/false, "norm_weight");
@@ -180,8 +174,8 @@ Tensor DecodeRegion::packed_mixed() const {
   return packed;
 }
 
-BufferedDecodeCall DecodeRegion::rule_on(const Tensor& x, Tensor o) const {
-  BufferedDecodeCall rule = rule_;
+DecodeCall DecodeRegion::rule_on(const Tensor& x, Tensor o) const {
+  DecodeCall rule = rule_;
   const TokenParts parts = split_tokens(x, rule.H_k, rule.K, rule.H_v, rule.V);
   rule.q = parts.q;
   rule.k = parts.k;

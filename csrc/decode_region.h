@@ -1,5 +1,5 @@
 // A call of decode_gated_delta_net: a few tokens of each sequence through convolution, delta rule and gated norm, on
-// windows and states in pools. Or of decode_gated_delta_net_buffered: one token, with deferred state writes.
+// windows and states in pools.
 #pragma once
 
 #include <optional>
@@ -26,10 +26,8 @@ struct WindowArguments {
 //   a, b     [B, T, H_v]                 [B, T, H_k, group]
 class DecodeRegion {
  public:
-  // Throws like make_decode_call or, with replay buffers, make_buffered_decode_call, before anything runs. `rule` lacks
-  // q, k, v, a and b.
-  DecodeRegion(const char* op, RegionArguments arguments, WindowArguments windows, DecodeArguments rule,
-               std::optional<Backlog> backlog = std::nullopt);
+  // Throws like make_decode_call, before anything runs. `rule` lacks q, k, v, a and b.
+  DecodeRegion(const char* op, RegionArguments arguments, WindowArguments windows, DecodeArguments rule);
 
   const RegionArguments& arguments() const { return arguments_; }
   const WindowArguments& windows() const { return windows_; }
@@ -45,9 +43,9 @@ class DecodeRegion {
   // Whether causal_conv1d on a pool is the convolution of the call.
   bool is_plain() const;
 
-  // Runs the parts of a plain call one after the other, and returns the op's result. Decode takes a DecodeCall or, of a
-  // call with replay buffers, a BufferedDecodeCall. A call that raises changes nothing: the parts' memory is allocated
-  // before Decode, which checks its call before it writes states; windows are written last.
+  // Runs the parts of a plain call one after the other, and returns the op's result. A call that raises changes nothing:
+  // the parts' memory is allocated before Decode, which checks its call before it writes states; windows are written
+  // last.
   template <auto Convolve, auto StoreWindows, auto Decode, auto Norm>
   Tensor run_parts() const {
     Convolution convolution = convolution_;
@@ -72,21 +70,21 @@ class DecodeRegion {
 
  private:
   void make_convolution(const DecodeArguments& rule, int64_t B, int64_t T, int64_t D);
-  BufferedDecodeCall rule_on(const Tensor& x, Tensor o) const;  // a call whose result is written to o
-  NormCall norm_of(const Tensor& o, const Tensor& y) const;     // of contiguous tensors
+  DecodeCall rule_on(const Tensor& x, Tensor o) const;  // a call whose result is written to o
+  NormCall norm_of(const Tensor& o, const Tensor& y) const;  // of contiguous tensors
 
   const char* op_;
   RegionArguments arguments_;
   WindowArguments windows_;
   Convolution convolution_;
-  BufferedDecodeCall rule_;  // perhaps without replay buffers
+  DecodeCall rule_;
 };
 
 // Throws, if a table has an index out of range, if a sequence has too many tokens for a GPU, or if two sequences write
 // one window. This synchronizes.
 void check_windows_of_drafts(const DecodeRegion& region);
 
-// Each returns the op's result, of a call without replay buffers.
+// Each returns the op's result.
 Tensor decode_region_cpu(const DecodeRegion& region);
 Tensor decode_region_cuda(const DecodeRegion& region);
 

@@ -665,28 +665,6 @@ void decode_gated_delta_net(const Stack<kDecodeGatedDeltaNet>& stack) {
   stack.give(std::move(y));
 }
 
-// The same with deferred state writes.
-constexpr char kDecodeGatedDeltaNetBuffered[] =
-    "decode_gated_delta_net_buffered(Tensor mixed, Tensor z, Tensor a, Tensor b, Tensor conv_weight, "
-    "Tensor? conv_bias, Tensor norm_weight, Tensor A_log, Tensor? dt_bias, Tensor(a!) window_pool, "
-    "Tensor(b!) state_pool, Tensor state_indices, Tensor(c!) d_cache, Tensor(d!) k_cache, Tensor(e!) g_cache, "
-    "Tensor write_pos, Tensor? force_flush=None, float? scale=None, int null_index=-1, bool allow_neg_eigval=False, "
-    "float norm_eps=1e-06, str norm_activation=\"silu\", Tensor(f!)? out=None) "
-    "-> Tensor y";
-
-template <auto Convolve, auto StoreWindows, auto DecodeBuffered, auto Norm>
-void decode_gated_delta_net_buffered(const Stack<kDecodeGatedDeltaNetBuffered>& stack) {
-  WindowArguments w;
-  RegionArguments r;
-  DecodeArguments d;
-  Backlog backlog;
-  stack.take(w, r, d, backlog);
-  const DecodeRegion region(stack.kOp, std::move(r), std::move(w), std::move(d), std::move(backlog));
-  Tensor y = region.run_parts<Convolve, StoreWindows, DecodeBuffered, Norm>();
-  check_results(region.rule(), y);
-  stack.give(std::move(y));
-}
-
 // The region on states and windows in pools.
 constexpr char kPrefillGatedDeltaNet[] =
     "prefill_gated_delta_net(Tensor mixed, Tensor z, Tensor a, Tensor b, Tensor conv_weight, Tensor? conv_bias, "
@@ -744,8 +722,6 @@ void register_for_device(torch::stable::detail::StableLibrary& m) {
   implement<kGatedRmsNorm, gated_rms_norm<Norm>>(m);
   implement<kGatedRmsNormBwd, gated_rms_norm_bwd<NormBackward>>(m);
   implement<kDecodeGatedDeltaNet, decode_gated_delta_net<DecodeRegion>>(m);
-  implement<kDecodeGatedDeltaNetBuffered,
-            decode_gated_delta_net_buffered<Convolve, StoreWindows, DecodeBuffered, Norm>>(m);
   implement<kGatedDeltaNet, gated_delta_net<Convolve, Forward, Norm>>(m);
   implement<kGatedDeltaNetBwd, gated_delta_net_bwd<Convolve, Backward, ConvolveBackward, NormBackward>>(m);
   implement<kPrefillGatedDeltaNet, prefill_gated_delta_net<Convolve, StoreWindows, Prefill, Norm>>(m);
@@ -777,7 +753,6 @@ STABLE_TORCH_LIBRARY(flash_qla, m) {
   m.def(flash_qla::kGatedRmsNormBwd);
   m.def(flash_qla::kGatedDeltaNet);
   m.def(flash_qla::kDecodeGatedDeltaNet);
-  m.def(flash_qla::kDecodeGatedDeltaNetBuffered);
   m.def(flash_qla::kGatedDeltaNetBwd);
   m.def(flash_qla::kPrefillGatedDeltaNet);
 }

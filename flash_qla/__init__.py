@@ -22,12 +22,7 @@ from flash_qla.gated_delta_rule import (
 from flash_qla.gated_norm import gated_rms_norm
 from flash_qla.ops import gated_delta_rule as _published_path  # noqa: F401  an attribute of ops without an import
 from flash_qla.published import chunk_gated_delta_rule_fwd
-from flash_qla.region import (
-    decode_gated_delta_net,
-    decode_gated_delta_net_buffered,
-    gated_delta_net,
-    prefill_gated_delta_net,
-)
+from flash_qla.region import decode_gated_delta_net, gated_delta_net, prefill_gated_delta_net
 from flash_qla.serving import (
     decode_gated_delta_rule,
     decode_gated_delta_rule_buffered,
@@ -56,7 +51,6 @@ __all__ = [
     "chunk_gated_delta_rule_intermediates",
     "chunk_gated_delta_rule_packed",
     "decode_gated_delta_net",
-    "decode_gated_delta_net_buffered",
     "decode_gated_delta_rule",
     "decode_gated_delta_rule_buffered",
     "decode_gated_delta_rule_packed",

@@ -22,7 +22,6 @@ from collections import Counter
 import options
 import test_convolution
 import test_decode_region
-import test_decode_region_buffered
 import test_decode_region_drafts
 import test_norm
 import test_region
@@ -59,9 +58,6 @@ class RegionTrial:
         if self.op == "region of a token":
             test_decode_region.check(self.case, device, self.seed)
             return {}
-        if self.op == "buffered region":
-            test_decode_region_buffered.check(self.case, device, 1 + self.seed % 8, self.seed)
-            return {}
         if self.op == "region of drafts":
             test_decode_region_drafts.check(self.case, device, self.seed)
             return {}
@@ -76,7 +72,7 @@ def draw_of_region(r: random.Random, device: str) -> RegionTrial:
     shape = {"lengths": lengths, "padding": r.choice((0, 0, 5)) if lengths is not None else 0}
     shape |= {"B": r.randint(1, 3), "T": r.choice((1, 2, 3, 65, r.randint(4, 500)))}
     half, wide = (torch.bfloat16, torch.float16), (torch.float32, *(() if gpu else (torch.float64,)))
-    regions = ("region", "region on pools", "region of a token", "buffered region", "region of drafts")
+    regions = ("region", "region on pools", "region of a token", "region of drafts")
     W, op = r.randint(2, 4), r.choice(("convolution", "norm", *regions))
     columns = r.choice((W - 1, W))
     if op == "norm":
@@ -93,15 +89,12 @@ def draw_of_region(r: random.Random, device: str) -> RegionTrial:
     H_k, step = r.randint(1, 3), 8 if gpu else 1
     sizes = {"H_k": H_k, "H_v": H_k * r.randint(1, 3), "W": W, "columns": columns}
     sizes |= {"K": step * r.randint(1, 16), "V": step * r.randint(1, 16), "dtype": r.choice(half)}
-    if op in ("region of a token", "buffered region"):
+    if op == "region of a token":
         slots = r.sample(range(test_decode_region.SLOTS), r.randint(1, test_decode_region.SLOTS))
         indices = tuple(-1 if r.random() < 0.1 else slot for slot in slots)
-        one_kernel = {"W": 4, "columns": r.choice((3, 4))}
-        if op == "region of a token" and r.random() < 0.2:
-            one_kernel = {"T": r.randint(1, 3)}
+        one_kernel = {"W": 4, "columns": r.choice((3, 4))} if r.random() < 0.8 else {"T": r.randint(1, 3)}
         flags = {x: r.random() < 0.5 for x in ("by_key_heads", "columns_last", "with_bias", "with_dt_bias", "int64")}
-        float8 = (torch.float8_e4m3fn, torch.float8_e5m2) if op == "region of a token" else ()
-        flags["state_dtype"] = r.choice((torch.float32, *half, *float8))
+        flags["state_dtype"] = r.choice((torch.float32, *half, torch.float8_e4m3fn, torch.float8_e5m2))
         if gpu and flags["state_dtype"].itemsize == 1:
             sizes["K"] = 16 * r.randint(1, 8)
         flags["options"] = (("allow_neg_eigval", r.random() < 0.5), ("norm_activation", r.choice(("silu", "sigmoid"))))

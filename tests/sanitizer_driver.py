@@ -13,7 +13,6 @@ import test_convolution
 import test_decode
 import test_decode_buffered
 import test_decode_region
-import test_decode_region_buffered
 import test_decode_region_drafts
 import test_norm
 import test_prefill
@@ -205,9 +204,6 @@ for case in test_decode_region.CASES:
     if case.V % 8 == 0:
         assert finite([flash_qla.decode_gated_delta_net(**test_decode_region.make(case, "cuda"))]), case
 print("done: region of a token", flush=True)
-for case, options in test_decode_region_buffered.CASES[:4]:
-    test_decode_region_buffered.check(case, "cuda", **options)
-print("done: buffered region", flush=True)
 for case in test_decode_region_drafts.CASES:
     assert finite([flash_qla.decode_gated_delta_net(**test_decode_region_drafts.make(case, "cuda"))]), case
 print("done: region of drafts", flush=True)

@@ -37,7 +37,6 @@ SELECTED = {
     "test_region.py": "bits or slices or final or saves",
     "test_decode_region.py": "",
     "test_decode_region_drafts.py": "",
-    "test_decode_region_buffered.py": "",
     "test_region_prefill.py": "bits or pieces or checkpoint or errors",
     "test_convolution.py": "not (compile or opcheck or many or autocast)",
     "test_large_states.py": "(rows and (fused or cut) and (two or raw)) or (reset and 3-) or wide or maps"

@@ -59,7 +59,6 @@ def test_which_ops_write():
         "decode_gated_delta_rule": ["state_pool", "intermediate_states", "out"],
         "decode_gated_delta_rule_packed": ["state_pool", "intermediate_states", "out"],
         "decode_gated_delta_rule_buffered": ["state_pool", "d_cache", "k_cache", "g_cache", "out"],
-        "decode_gated_delta_net_buffered": ["window_pool", "state_pool", "d_cache", "k_cache", "g_cache", "out"],
         "gated_delta_rule_forward_finish": ["workspace", "o"],
         "gated_delta_rule_backward_replay": ["workspace"],
         "gated_delta_rule_backward_finish": ["workspace", "dq", "dk", "dv", "db", "dg"],

@@ -22,7 +22,6 @@ OPS = (
     "decode_gated_delta_rule_buffered",
     "gated_rms_norm",
     "decode_gated_delta_net",
-    "decode_gated_delta_net_buffered",
 )
 REGIONS = ("gated_delta_net", "prefill_gated_delta_net")  # whose functions give z its heads
 

@@ -40,9 +40,6 @@ def serving(x: Tensor) -> None:
     assert_type(prefill_gated_delta_rule(x, x, x, x, x, x, x), Tensor)
     assert_type(decode_gated_delta_rule(x, x, x, x, x, x, None, x, x), Tensor)
     assert_type(flash_qla.decode_gated_delta_rule_buffered(x, x, x, x, x, x, x, x, x, x, x, x, x, None), Tensor)
-    assert_type(
-        flash_qla.decode_gated_delta_net_buffered(x, x, x, x, x, None, x, x, None, x, x, x, x, x, x, x, out=x), Tensor
-    )
     assert_type(flash_qla.decode_gated_delta_rule_packed(x, x, x, x, None, x, x, update_state=False), Tensor)
 
 

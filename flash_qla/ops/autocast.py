@@ -35,6 +35,6 @@ for _device_type, _dispatch_key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastC
         _register_autocast(_op, _device_type, _dispatch_key, 3)
     for _op in (schemas.forward_packed, schemas.decode_packed, schemas.convolution, schemas.convolution_prefill):
         _register_autocast(_op, _device_type, _dispatch_key, 1)
-    for _op in (schemas.region, schemas.region_prefill, schemas.region_decode, schemas.region_decode_buffered):
+    for _op in (schemas.region, schemas.region_prefill, schemas.region_decode):
         _register_autocast(_op, _device_type, _dispatch_key, 2)
     _register_autocast(schemas.backward, _device_type, _dispatch_key, 3, dtype_index=_BACKWARD_DTYPE_INDEX)

@@ -288,6 +288,6 @@ for _op in (
     *(schemas.forward_begin, schemas.forward_finish),
     *(schemas.backward_begin, schemas.backward_replay, schemas.backward_finish),
     *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
-    *(schemas.convolution_prefill, schemas.region_prefill, schemas.region_decode, schemas.region_decode_buffered),
+    *(schemas.convolution_prefill, schemas.region_prefill, schemas.region_decode),
 ):
     _register_without_derivative(_op)

@@ -103,16 +103,11 @@ def _decode_packed_formula(*args, out_shape=None, **kwargs):
     return math.prod(call.mixed_qkv[:-1]) * H_v * decode_flop(*state)
 
 
-def _decode_region_formula(op):
-    call_type = schemas.call_of(op)
-
-    def count(*args, out_shape=None, **kwargs):
-        call = call_type(*args, **kwargs)
-        V, K = call.state_pool[2:]
-        taps = 0 if call.conv_weight is None else call.conv_weight[-1]
-        return math.prod(call.z) // V * decode_flop(K, V) + math.prod(call.mixed) * taps * 2
-
-    return count
+def _decode_region_formula(*args, out_shape=None, **kwargs):
+    call = schemas.call_of(schemas.region_decode)(*args, **kwargs)
+    V, K = call.state_pool[2:]
+    taps = 0 if call.conv_weight is None else call.conv_weight[-1]
+    return math.prod(call.z) // V * decode_flop(K, V) + math.prod(call.mixed) * taps * 2
 
 
 def _zero_formula(*args, out_shape=None, **kwargs):
@@ -142,8 +137,7 @@ def _register(flop_counter):
         (schemas.region_backward, backward_flop, 4),
     ):
         flop_counter.register_flop_formula(op.overloadpacket)(_region_formula(op, flop, per_tap))
-    for op in (schemas.region_decode, schemas.region_decode_buffered):
-        flop_counter.register_flop_formula(op.overloadpacket)(_decode_region_formula(op))
+    flop_counter.register_flop_formula(schemas.region_decode.overloadpacket)(_decode_region_formula)
     without_products = (schemas.norm, schemas.norm_backward)
     for op in (schemas.forward_begin, schemas.backward_begin, schemas.backward_replay, *without_products):
         flop_counter.register_flop_formula(op.overloadpacket)(_zero_formula)

@@ -17,7 +17,6 @@ from flash_qla.ops.fakes import (
     _check_shape,
     _fake_backward_packed,
     _fake_decode,
-    _fake_decode_buffered,
     _fake_forward_packed,
     _fake_norm,
     _fake_norm_backward,
@@ -91,10 +90,7 @@ def _fake_region_backward(call):
 
 def _check_windows_of_decoding(call, D):
     """As DecodeRegion::make_convolution of csrc/decode_region.cpp."""
-    weight, pool = call.conv_weight, call.window_pool
-    snapshots, accepted, parents = (
-        getattr(call, name, None) for name in ("intermediate_windows", "num_accepted_tokens", "parents")
-    )
+    weight, pool, snapshots = call.conv_weight, call.window_pool, call.intermediate_windows
     if weight is None:
         for name in ("conv_bias", "window_pool", "intermediate_windows"):
             _check(
@@ -106,10 +102,10 @@ def _check_windows_of_decoding(call, D):
     _check(call, pool is not None, lambda: "window_pool is None, expected a tensor with conv_weight")
     _check_rank(call, "window_pool", 3, "[slots, D, columns]")
     indices, B, T = call.state_indices, *call.mixed.shape[:2]
-    if accepted is not None:
+    if call.num_accepted_tokens is not None:
         _check(
             call,
-            parents is None,
+            call.parents is None,
             lambda: "parents is a tensor, expected None with num_accepted_tokens: accepted drafts are a chain",
         )
         W = weight.shape[-1] if weight.dim() > 1 else 0
@@ -142,7 +138,7 @@ def _check_windows_of_decoding(call, D):
         are_sliding = min(snapshots.shape[1], snapshots.shape[3]) > 1 and snapshots.stride(1) == snapshots.stride(3)
         _check(
             call,
-            parents is None or not are_sliding,
+            call.parents is None or not are_sliding,
             lambda: (
                 "intermediate_windows share memory from step to step, expected windows of their own with parents: only "
                 "a chain's slide"
@@ -150,9 +146,9 @@ def _check_windows_of_decoding(call, D):
         )
 
 
-def _fake_of_region_decode(call, rule, fake_rule):
-    """Checks stand-ins of the parts' tensors, as DecodeRegion of csrc/decode_region.cpp does. rule: the op of the delta
-    rule."""
+@_fake_of(schemas.region_decode)
+def _fake_region_decode(call):
+    """Checks stand-ins of the parts' tensors, as DecodeRegion of csrc/decode_region.cpp does."""
     mixed, pool = call.mixed, call.state_pool
     _check_device(call, "state_pool", "mixed")
     _check_rank(call, "state_pool", 4, "[slots, H_v, V, K]")
@@ -182,22 +178,10 @@ def _fake_of_region_decode(call, rule, fake_rule):
     _check_dtype(call, "z", (mixed.dtype,), f"{str(mixed.dtype).removeprefix('torch.')}, the dtype of mixed")
     _check_windows_of_decoding(call, D)
     q, v, gates = mixed.new_empty(B, T, H_k, K), mixed.new_empty(B, T, H_v, V), mixed.new_empty(B, T, H_v)
-    y = fake_rule(_part_of_region(rule, call, q=q, k=q, v=v, a=gates, b=gates))
+    y = _fake_decode(_part_of_region(schemas.decode, call, q=q, k=q, v=v, a=gates, b=gates))
     norm = {"weight": call.norm_weight, "eps": call.norm_eps, "activation": call.norm_activation}
     _fake_norm(_part_of_region(schemas.norm, call, o=v, z=v, **norm))
     return y
-
-
-@_fake_of(schemas.region_decode)
-def _fake_region_decode(call):
-    return _fake_of_region_decode(call, schemas.decode, _fake_decode)
-
-
-@_fake_of(schemas.region_decode_buffered)
-def _fake_region_decode_buffered(call):
-    T = call.mixed.shape[1] if call.mixed.dim() > 1 else 1
-    _check(call, T == 1, lambda: f"mixed has {T} tokens of each sequence, expected 1")
-    return _fake_of_region_decode(call, schemas.decode_buffered, _fake_decode_buffered)
 
 
 @_fake_of(schemas.region_prefill)

@@ -29,7 +29,6 @@ convolution_prefill = torch.ops.flash_qla.prefill_causal_conv1d.default
 region = torch.ops.flash_qla.gated_delta_net.default
 region_backward = torch.ops.flash_qla.gated_delta_net_bwd.default
 region_decode = torch.ops.flash_qla.decode_gated_delta_net.default
-region_decode_buffered = torch.ops.flash_qla.decode_gated_delta_net_buffered.default
 region_prefill = torch.ops.flash_qla.prefill_gated_delta_net.default
 
 

@@ -208,8 +208,7 @@ def _register_all(tensor):
         *(schemas.prefill, schemas.decode, schemas.decode_packed, schemas.decode_buffered),
         *(schemas.convolution, schemas.convolution_backward, schemas.convolution_prefill),
         *(schemas.norm, schemas.norm_backward),
-        *(schemas.region, schemas.region_backward, schemas.region_prefill),
-        *(schemas.region_decode, schemas.region_decode_buffered),
+        *(schemas.region, schemas.region_backward, schemas.region_prefill, schemas.region_decode),
     )
     try:
         for op in ops:
