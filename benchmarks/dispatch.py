@@ -31,7 +31,7 @@ SEQUENCES = (
 )
 NARROW_TILE, WIDE_TILE = 64, 128  # value rows
 PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # parts of a sequence
-FIELDS = ("value_tile", "segment_chunks", "cut_above", "fused", "predicted_us")
+FIELDS = ("value_tile", "long_tile", "segment_chunks", "cut_above", "fused", "predicted_us")
 BACKWARD_FIELDS = ("segment_chunks", "cut_above", "predicted_us")
 MAX_TILES_PER_SM = 3  # work tiles; each one is one more wave
 
@@ -137,7 +137,8 @@ def name(cell: dict) -> str:
     above = f">{cell['cut_above']}" if cell["cut_above"] else ""
     if "fused" not in cell:
         return f"{cell['segment_chunks'] or '-'}{above}"
-    tile = "fused" if cell["fused"] else cell["value_tile"]
+    tiles = dict.fromkeys((cell["value_tile"], cell["long_tile"]))
+    tile = "fused" if cell["fused"] else "-".join(map(str, tiles))
     return f"{tile}/{cell['segment_chunks'] or '-'}{above}"
 
 

@@ -170,8 +170,12 @@ def build_library(out: Path) -> None:
     shutil.rmtree(tree)
 
 
-def timed(kernel: Kernel) -> dict[str, float]:
-    """Microseconds of a call, of short samples at a clock that rests and of long ones in a row."""
+GROUP = 8  # processes that start at the same time; their calls are timed one after the other
+
+
+def time_variant(kernel: Kernel, pipe) -> None:
+    """Sends "ready" and then, on a message, the microseconds of a call: of short samples at a clock that rests, and of
+    long ones in a row."""
     import common
     import torch
 
@@ -196,10 +200,49 @@ def timed(kernel: Kernel) -> dict[str, float]:
             torch.autograd.grad(results, inputs_with_gradients, (gradients["do"], gradients["dht"]), retain_graph=True)
 
     with forced_dispatch(**{"backward" if kernel.backward else "forward": kernel.mode}):
+        call()
+        torch.cuda.synchronize()
+        pipe.send("ready")
+        pipe.recv()
         in_a_row = common.time_graph(call, 5, 60.0)
         time.sleep(0.3)
         short = common.time_graph(call, 5, 1.0)
-    return {"us": 1e3 * in_a_row[0], "short_us": 1e3 * short[0]}
+    pipe.send({"us": 1e3 * in_a_row[0], "short_us": 1e3 * short[0]})
+
+
+def answer_of(pipe, seconds: float):
+    """The next message, or None if there is none in time."""
+    try:
+        return pipe.recv() if pipe.poll(seconds) else None
+    except EOFError:
+        return None
+
+
+def time_group(records: list[dict], out: Path) -> list[dict]:
+    """The times of variants; None of one that fails."""
+    context, workers = multiprocessing.get_context("fork"), []
+    for record in records:
+        os.environ["FLASH_QLA_STAGE"] = str(out / record["folder"])
+        pipe, of_worker = context.Pipe()
+        process = context.Process(target=time_variant, args=(KERNELS[record["kernel"]], of_worker))
+        process.start()
+        of_worker.close()
+        workers.append((process, pipe))
+    are_ready = [answer_of(pipe, 60) is not None for _, pipe in workers]
+    for (process, _), is_ready in zip(workers, are_ready, strict=True):
+        if not is_ready:
+            process.kill()
+            process.join()  # before others are timed
+    results = []
+    for (process, pipe), is_ready in zip(workers, are_ready, strict=True):
+        times = None
+        if is_ready:
+            pipe.send("go")
+            times = answer_of(pipe, 30)
+            process.kill()
+            process.join()
+        results.append(times or {"us": None, "short_us": None})
+    return results
 
 
 def run(out: Path, results: Path, only: str) -> None:
@@ -216,25 +259,18 @@ def run(out: Path, results: Path, only: str) -> None:
 
     import flash_qla  # noqa: F401
 
-    context, plain = multiprocessing.get_context("fork"), {}
-    for record in records:
-        if record["is_removed"]:
-            continue
-        os.environ["FLASH_QLA_STAGE"] = str(out / record["folder"])
-        receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=lambda send=send, record=record: send.send(timed(KERNELS[record["kernel"]])))
-        process.start()
-        process.join(60)
-        if process.is_alive():
-            process.kill()
-        of_variant = receive.recv() if receive.poll() else {"us": None, "short_us": None}
-        times.append(record | of_variant)
-        if not record["statement"]:
-            plain = of_variant
-            print(f"{record['kernel']}: us in a row, us short {tuple(plain.values())}", flush=True)
-        elif of_variant["us"] and plain["us"]:
-            more = [100 * (of_variant[name] / plain[name] - 1) for name in ("us", "short_us")]
-            print(f"  {record['statement']:60} {more[0]:6.1f} % {more[1]:6.1f} %  {record['spills'] or ''}", flush=True)
+    records, plain = [x for x in records if not x["is_removed"]], {}
+    for first in range(0, len(records), GROUP):
+        group = records[first : first + GROUP]
+        for record, of_variant in zip(group, time_group(group, out), strict=True):
+            times.append(record | of_variant)
+            if not record["statement"]:
+                plain = of_variant
+                print(f"{record['kernel']}: us in a row, us short {tuple(plain.values())}", flush=True)
+            elif of_variant["us"] and plain["us"]:
+                more = [100 * (of_variant[name] / plain[name] - 1) for name in ("us", "short_us")]
+                spills = record["spills"] or ""
+                print(f"  {record['statement']:60} {more[0]:6.1f} % {more[1]:6.1f} %  {spills}", flush=True)
     # Last, because it starts CUDA in this process, whose forks then could not.
     results.write_text(json.dumps({"environment": common.environment(), "variants": times}, indent=1))
 

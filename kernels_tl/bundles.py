@@ -150,8 +150,8 @@ class Slots(Bundle):
 
 
 class Plan(Bundle):
-    """chunk_plan's tables. `checkpoints`: the slot of the state after each chunk, or NO_STATE. `drawn`: work tiles that
-    CTAs have drawn (states/work_queue.cuh)."""
+    """chunk_plan's tables. `checkpoints`: the slot of the state after each chunk, or NO_STATE. `is_long`: whether the
+    batch is long, see Cuts. `drawn`: work tiles that CTAs have drawn (states/work_queue.cuh)."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -159,6 +159,7 @@ class Plan(Bundle):
             chunks=T.Tensor([sizes.chunk_slots, ChunkColumn.COUNT], "int32"),
             segments=T.Tensor([sizes.segment_slots, SegmentColumn.COUNT], "int32"),
             checkpoints=T.Tensor([sizes.chunk_slots], "int32"),
+            is_long=T.Tensor([1], "int32"),
             drawn=T.Tensor([1], "int32"),
         )
 
@@ -166,8 +167,9 @@ class Plan(Bundle):
 class Cuts(Bundle):
     """How sequences are cut into segments.
 
-    Segments have `segment_chunks` chunks if some sequence is long: if it has more than `cut_above` chunks. With
-    segment_chunks = 0 a segment is a whole sequence. `map_segments` is a second table of segments, in which the
+    A batch is long if one of its sequences has more than `cut_above` chunks; all are, if that is 0 or there are no
+    cu_seqlens. Its segments have `segment_chunks` chunks. In other batches, and with segment_chunks = 0, a segment is a
+    whole sequence. `map_segments` is a second table of segments, in which the
     sequences mapped_0 and mapped_1 do not have the SegmentFlag `dropped`.
     """
 

@@ -426,13 +426,14 @@ def forward_mode(
     segment_chunks: int = -1,
     fused: int | None = None,
     cut_above: int = 0,
+    long_tile: int = 0,
 ):
     """forced_dispatch of the forward; the defaults leave a field to the cost model. A tile or segments force the two
     kernels, unless fused is given."""
     if fused is None:
         fused = -1 if (value_tile, segment_chunks) == (0, -1) else 0
-    fields = {"value_tile": value_tile, "segment_chunks": segment_chunks, "fused": fused, "cut_above": cut_above}
-    return forced_dispatch(forward=fields)
+    fields = {"value_tile": value_tile, "segment_chunks": segment_chunks, "fused": fused}
+    return forced_dispatch(forward=fields | {"cut_above": cut_above, "long_tile": long_tile})
 
 
 def backward_mode(segment_chunks: int = -1, cut_above: int = 0):

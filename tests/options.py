@@ -60,7 +60,7 @@ FORWARD_MODES = (
     {"value_tile": 64, "segment_chunks": 1},
     {"value_tile": 128, "segment_chunks": 1, "fused": 1},
     {"value_tile": 128, "segment_chunks": 2, "cut_above": 2, "fused": 1},
-    {"value_tile": 64, "segment_chunks": 1, "cut_above": 1},
+    {"value_tile": 64, "segment_chunks": 1, "cut_above": 1, "long_tile": 128},
 )
 BACKWARD_MODES = ({}, {"segment_chunks": 0}, {"segment_chunks": 1}, {"segment_chunks": 2, "cut_above": 2})
 # What the fuzzer has besides
@@ -77,6 +77,7 @@ MORE = {
         {"value_tile": 128, "segment_chunks": 5},
         {"value_tile": 128, "segment_chunks": 2, "cut_above": 3},
         {"value_tile": 128, "segment_chunks": 16, "cut_above": 36},
+        {"value_tile": 128, "segment_chunks": 0, "cut_above": 2, "long_tile": 64},
         {"segment_chunks": 5, "cut_above": 9, "fused": 1},
     ),
     "backward": ({"segment_chunks": 5}, {"segment_chunks": 16, "cut_above": 17}),
@@ -211,7 +212,10 @@ def possible(op: str, device: str, row: dict) -> bool:
         impossible += [
             has(**of_8_bits, dims=lambda x: x[0] % 16 != 0),
             has(**of_8_bits, state_v_first=lambda x: not x),
-            has(dims=lambda x: x[0] > 128, forward=lambda x: x.get("fused") or x.get("value_tile") == 64),
+            has(
+                dims=lambda x: x[0] > 128,
+                forward=lambda x: x.get("fused") or 64 in (x.get("value_tile"), x.get("long_tile")),
+            ),
             has(**of_8_bits, forward=lambda x: x.get("fused")),
         ]
     return not any(impossible)

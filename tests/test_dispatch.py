@@ -81,16 +81,18 @@ def test_fields_belong_together(auto_cp):
         assert decision.value_tile in TILES
         assert not is_wide(shape) or (decision.value_tile, decision.fused) == (128, 0), shape
         assert not decision.fused or decision.value_tile == 128, shape
+        has_two = decision.long_tile != decision.value_tile
+        assert not has_two or (not decision.fused and decision.long_tile in TILES), shape
         heads, group = decision.heads_per_cta, shape["H_v"] // shape["H_k"]
         assert 1 <= heads <= 4 and group % heads == 0, shape
         assert heads == 1 or chunk_slots(shape) * shape["H_v"] // heads >= 132, shape
         tiles = decision.segments * shape["H_v"] * tiles_of(shape, decision.value_tile)
         assert decision.ctas == min(tiles, shape.get("sm_count", 132)), shape
         assert math.isfinite(decision.predicted_us) and decision.predicted_us > 0
-        if shape["N"] == 1 or not shape["varlen"] or not auto_cp:
-            assert decision.cut_above == 0, shape  # the host knows
+        if shape["N"] == 1 or not shape["varlen"]:
+            assert decision.cut_above == 0 and not has_two, shape  # the host knows
         else:
-            assert (decision.cut_above > 0) == (decision.segment_chunks > 0), shape
+            assert (decision.cut_above > 0) == (decision.segment_chunks > 0 or has_two), shape
             assert decision.segment_chunks <= decision.cut_above, shape
         assert decision.cut_above < max(shape["N"] * chunks_of(shape["T"]), 1), shape
         if decision.segment_chunks == 0:
@@ -124,8 +126,8 @@ def workspace_of(*regions: int) -> int:
 
 
 def tables_of(shape: dict, segments: int) -> tuple[int, ...]:
-    """The plan's: sequences, chunks, segments, and what is drawn."""
-    return 4 * 6 * shape["N"], 4 * 3 * chunk_slots(shape), 4 * 8 * segments, 4
+    """The plan's: sequences, chunks, segments, whether the batch is long, and what is drawn."""
+    return 4 * 6 * shape["N"], 4 * 3 * chunk_slots(shape), 4 * 8 * segments, 4, 4
 
 
 def test_workspace_is_what_the_kernels_need():
@@ -174,6 +176,18 @@ def test_device_is_left_the_choice_where_one_sequence_may_be_long():
     assert without.segment_chunks == 0
     # The offer costs little if all sequences are equal.
     assert _C.forward_dispatch(1, 32768, 8, 2, 8).predicted_us < 1.2 * without.predicted_us
+
+
+def test_device_is_left_the_choice_of_a_tile():
+    """Two equal sequences are fastest in narrow tiles; if one has nearly all tokens, wide ones over splits are."""
+    card = _C.cards()["H200"]
+    decision = _C.forward_dispatch(1, 32768, 2, 16, 32, **card)
+    assert (decision.value_tile, decision.long_tile) == (64, 128) and decision.segment_chunks > 0
+    assert 16384 // CHUNK < decision.cut_above < 28672 // CHUNK
+    known = _C.forward_dispatch(1, 32768, 2, 16, 32, max_seqlen=16384, **card)
+    assert (known.value_tile, known.long_tile, known.segment_chunks) == (64, 64, 0)
+    without = _C.forward_dispatch(1, 32768, 2, 16, 32, over_ranks=True, **card)
+    assert without.value_tile == without.long_tile
 
 
 @pytest.mark.parametrize("portable", (False, True))
@@ -348,7 +362,7 @@ def test_the_fused_kernel_is_for_full_cards_and_short_sequences():
     for card in ("H100 SXM", "H200"):
         assert not fused(card, 512, 1, 16, 16) and not fused(card, 2048, 1, 16, 16)
         assert fused(card, 100, 2, 2, 4) and fused(card, 64, 1, 16, 64)
-    assert not fused("H200", 4096, 2, 16, 64)
+    assert not fused("H200", 32768, 4, 16, 64)
 
 
 def test_override_of_the_fused_kernel_for_segments():
@@ -572,9 +586,11 @@ def test_override_takes_known_modes_only():
     wrong += [("fused", fused) for fused in (-2, 2)] + [("value_tile=64, fused", 1)]
     wrong += [(f"{other}cut_above", 5) for other in ("", "segment_chunks=0, ", "value_tile=64, ", "fused=1, ")]
     wrong += [("segment_chunks=5, cut_above", chunks) for chunks in (-1, 2**31 // CHUNK)]
+    wrong += [(f"{other}long_tile", 64) for other in ("", "value_tile=128, ", "cut_above=5, segment_chunks=2, ")]
+    wrong += [("value_tile=128, cut_above=5, long_tile", 96), ("fused=1, value_tile=128, cut_above=5, long_tile", 64)]
     check_errors({f"enter(forward=dict({name}={value}))": (name, value) for name, value in wrong})
     wrong = [("segment_chunks", -2), ("segment_chunks", 2**31 // CHUNK), ("cut_above", 5)]
-    wrong += [("value_tile", 64), ("fused", 0)]  # it has none
+    wrong += [("value_tile", 64), ("long_tile", 64), ("fused", 0)]  # it has none
     check_errors({f"enter(backward=dict({name}={value}))": (name, value) for name, value in wrong})
 
 

@@ -76,17 +76,21 @@ def choices(H_k: int, H_v: int, lengths: tuple[int, ...], max_seqlen: int) -> li
     shape = (1, sum(lengths), len(lengths), H_k, H_v)
     forward = _C.forward_dispatch(*shape, max_seqlen=max_seqlen)
     backward = _C.backward_dispatch(*shape, max_seqlen=max_seqlen)
-    return [(dispatch.segment_chunks, dispatch.cut_above) for dispatch in (forward, backward)]
+    has_two_tiles = forward.long_tile != forward.value_tile
+    return [
+        (forward.segment_chunks, forward.cut_above, has_two_tiles),
+        (backward.segment_chunks, backward.cut_above, 0),
+    ]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_known_lengths_leave_no_choice_to_the_device(lengths):
     for heads in HEADS:
-        for (segment_chunks, cut_above), unknown in zip(
+        for (segment_chunks, cut_above, has_two_tiles), unknown in zip(
             choices(*heads, lengths, max(lengths)), choices(*heads, lengths, 0), strict=True
         ):
-            assert cut_above == 0 and segment_chunks < max(lengths) / 64, heads
-            assert (unknown[1] > 0) == (unknown[0] > 0), heads
+            assert cut_above == has_two_tiles == 0 and segment_chunks < max(lengths) / 64, heads
+            assert (unknown[1] > 0) == (unknown[0] > 0 or unknown[2]), heads
 
 
 def test_equal_sequences_are_as_rows():

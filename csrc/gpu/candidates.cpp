@@ -55,6 +55,11 @@ void require_tile(const ForwardShape& shape, int64_t forced) {
   }
 }
 
+// Whether the device may choose between both tiles. Over ranks all batches are cut.
+bool may_have_two_tiles(const ForwardShape& shape) {
+  return device_knows_more(shape) && !shape.over_ranks && has_tile(shape, kNarrowTile);
+}
+
 bool can_fuse(const ForwardShape& shape) {
   return !shape.output_h && !shape.over_ranks && !shape.batch_invariant && !shape.resumable && !shape.float8 &&
          has_fused_kernel(shape);
@@ -145,13 +150,16 @@ std::vector<ForwardPath> paths_of(const ForwardShape& shape, const Override& for
     return paths;
   }
   require_tile(shape, forced.value_tile);
+  require_tile(shape, forced.long_tile);
   for (const int64_t segment_chunks : segmentations(shape, forced)) {
     if (can_fuse(shape)) {
       paths.push_back(segment_chunks == 0 ? ForwardPath{OneKernel{}} : OneKernelOverSegments{segment_chunks});
     }
     for (const int64_t tile : {int64_t{kNarrowTile}, int64_t{kWideTile}}) {
-      if (has_tile(shape, tile)) {
-        paths.push_back(TwoKernels{tile, segment_chunks});
+      for (const int64_t long_tile : {int64_t{kNarrowTile}, int64_t{kWideTile}}) {
+        if (has_tile(shape, tile) && (tile == long_tile || may_have_two_tiles(shape))) {
+          paths.push_back(TwoKernels{tile, segment_chunks, long_tile});
+        }
       }
     }
   }
@@ -159,7 +167,9 @@ std::vector<ForwardPath> paths_of(const ForwardShape& shape, const Override& for
     keep_if_any(paths, [&](const ForwardPath& path) { return is_fused(path) == (forced.fused == 1); });
   }
   if (forced.value_tile > 0) {
+    const int64_t long_tile = forced.long_tile > 0 ? forced.long_tile : forced.value_tile;
     keep_if_any(paths, [&](const ForwardPath& path) { return value_tile_of(path) == forced.value_tile; });
+    keep_if_any(paths, [&](const ForwardPath& path) { return long_tile_of(path) == long_tile; });
   }
   return paths;
 }

@@ -17,7 +17,7 @@ constexpr double kStart = 6.5;         // a launch and the first loads of a CTA
 constexpr double kSeveral = 4.5;       // chunk_forward, fused_forward: further, if a CTA draws several work tiles
 constexpr double kMap = 0.075;         // M or Z of a segment, even if it is negligible; dZ by the ratio of their chunks
 constexpr double kScan = 0.73;         // segment_scan of 32 columns: from a segment to the next
-constexpr double kIdleScan = 3;        // segment_scan where no sequence is cut
+constexpr double kIdle = 3;            // a launch without work: segment_scan where no sequence is cut, the other tile
 constexpr double kSlotCta = 0.008;     // a CTA of segment_maps where no sequence is cut
 constexpr double kSegmentMemory = 25;  // the launches around fused_forward over segments
 
@@ -48,9 +48,9 @@ constexpr double kWider = 1.7, kWiderScan = 4;
 // Only the device knows the gates. The model assumes that this part of the maps is exact. In the benchmarks all maps of
 // a quarter of the heads are, and short ones of the others.
 constexpr double kExact = 0.41;
-// If only cu_seqlens have the lengths: the weight of batches in which one sequence has half of all tokens; the others
-// have equal sequences.
-constexpr double kSkewed = 0.15;
+// If only cu_seqlens have the lengths: the weight of batches in which one sequence has half of all tokens (of two 7/8);
+// the others have equal sequences.
+constexpr double kSkewed = 0.1;
 
 // The model's batch: one sequence of `longest` chunks, and the others of `rest` chunks each.
 struct Lengths {
@@ -237,7 +237,7 @@ double maps_us(const ForwardShape& shape, const Schedule& s) {
 // segment_maps and segment_scan, or with directions = 2 the backward's, where no sequence is cut.
 double idle_us(const Schedule& s, int64_t segment_chunks, double directions = 1) {
   const double slots = s.N + s.total / static_cast<double>(segment_chunks);
-  return directions * kIdleScan + kSlotCta * s.H_v * (s.key_tiles + directions * s.map_tiles) * slots;
+  return directions * kIdle + kSlotCta * s.H_v * (s.key_tiles + directions * s.map_tiles) * slots;
 }
 
 // backward_maps, and segment_scan in both directions at the same time.
@@ -314,7 +314,7 @@ double portable_us(const ForwardShape& shape, const Lengths& chunks, int64_t seg
   return chunk_matrices_us(shape, s) + maps + composition_us(shape, s) + directions * recurrence_us(s.busiest);
 }
 
-// A path's time on a batch that is cut, or on one that the device leaves whole.
+// A path's time on a batch that it treats as long, or as another.
 double predict_batch(const ForwardShape& shape, const OneKernel&, const Lengths& chunks, bool) {
   return fused_forward_us(shape, schedule(shape, chunks, 0));
 }
@@ -335,13 +335,14 @@ double with_maps_us(const ForwardShape& shape, const Schedule& s, int64_t segmen
   return maps + composition_us(shape, s);
 }
 
-double predict_batch(const ForwardShape& shape, const TwoKernels& path, const Lengths& chunks, bool cut) {
+double predict_batch(const ForwardShape& shape, const TwoKernels& path, const Lengths& chunks, bool is_long) {
   if (shape.portable) {
-    return portable_us(shape, chunks, path.segment_chunks, cut, 1);
+    return portable_us(shape, chunks, path.segment_chunks, is_long, 1);
   }
-  const Schedule s = schedule(shape, chunks, cut ? path.segment_chunks : 0, path.value_tile);
-  return chunk_matrices_us(shape, s) + chunk_forward_us(shape, path.value_tile, s) +
-         with_maps_us(shape, s, path.segment_chunks, cut, 1);
+  const int64_t tile = is_long ? path.long_tile : path.value_tile;
+  const Schedule s = schedule(shape, chunks, is_long ? path.segment_chunks : 0, tile);
+  return chunk_matrices_us(shape, s) + chunk_forward_us(shape, tile, s) +
+         with_maps_us(shape, s, path.segment_chunks, is_long, 1) + (path.value_tile != path.long_tile ? kIdle : 0);
 }
 
 double predict_batch(const ForwardShape& shape, const BackwardPath& path, const Lengths& chunks, bool cut) {
@@ -359,7 +360,7 @@ double predict_batch(const ForwardShape& shape, const BackwardPath& path, const 
          with_maps_us(shape, s, path.segment_chunks, cut, 2);
 }
 
-// The time of a batch with this longest sequence. The device cuts it if that is faster, or if it has to.
+// The time of a batch with this longest sequence. It is a long one if that is faster, or if the device has to cut it.
 template <typename Path>
 double predict_longest(const ForwardShape& shape, const Path& path, bool always_cut, double longest) {
   const Lengths chunks = lengths(shape, longest);
@@ -367,36 +368,42 @@ double predict_longest(const ForwardShape& shape, const Path& path, bool always_
   if (segment_chunks == 0 || chunks.longest <= static_cast<double>(segment_chunks)) {
     return predict_batch(shape, path, chunks, false);
   }
-  const double cut = predict_batch(shape, path, chunks, true);
-  return always_cut || !device_knows_more(shape) ? cut : std::min(cut, predict_batch(shape, path, chunks, false));
+  const double as_long = predict_batch(shape, path, chunks, true);
+  return always_cut || !device_knows_more(shape) ? as_long
+                                                 : std::min(as_long, predict_batch(shape, path, chunks, false));
 }
 
 template <typename Path>
 double expected(const ForwardShape& shape, const Path& path, bool always_cut) {
   const auto chunks = static_cast<double>(longest_chunks(shape));
-  const double equal = predict_longest(shape, path, always_cut, chunks);
   if (!device_knows_more(shape)) {
-    return equal;
+    return predict_longest(shape, path, always_cut, chunks);
   }
   // No sequence has more chunks than all tokens fill, which are fewer than N where sequences are shorter than a chunk.
   const auto all_tokens = static_cast<double>(ceil_div(shape.B * shape.T, kChunk));
-  const double half = std::min(std::max(2.0, static_cast<double>(shape.N) / 2) * chunks, all_tokens);
-  return (1 - kSkewed) * equal + kSkewed * predict_longest(shape, path, always_cut, half);
+  const double half = std::min(std::max(2 * 7.0 / 8, static_cast<double>(shape.N) / 2) * chunks, all_tokens);
+  // Of two tiles one is for equal sequences.
+  const auto time = [&](double longest, bool is_long) {
+    return has_two_tiles(path) ? predict_batch(shape, path, lengths(shape, longest), is_long)
+                               : predict_longest(shape, path, always_cut, longest);
+  };
+  return (1 - kSkewed) * time(chunks, false) + kSkewed * time(half, true);
 }
 
 template <typename Path>
-int64_t most_whole_chunks(const ForwardShape& shape, const Path& path, bool always_cut) {
-  if (segment_chunks_of(path) == 0 || always_cut || !device_knows_more(shape)) {
+int64_t most_chunks_of_others(const ForwardShape& shape, const Path& path, bool always_cut) {
+  const int64_t average = average_chunks(shape), segment_chunks = segment_chunks_of(path);
+  if ((segment_chunks == 0 && !has_two_tiles(path)) || always_cut || !device_knows_more(shape)) {
     return 0;
   }
-  int64_t whole = segment_chunks_of(path), cut = std::max(average_chunks(shape) * shape.N, whole);
-  while (cut - whole > 1) {
-    const int64_t longest = whole + (cut - whole) / 2;
+  int64_t others = segment_chunks > 0 ? segment_chunks : average, is_long = std::max(average * shape.N, others);
+  while (is_long - others > 1) {
+    const int64_t longest = others + (is_long - others) / 2;
     const Lengths chunks = lengths(shape, static_cast<double>(longest));
     const bool pays = predict_batch(shape, path, chunks, true) < predict_batch(shape, path, chunks, false);
-    (pays ? cut : whole) = longest;
+    (pays ? is_long : others) = longest;
   }
-  return whole;
+  return others;
 }
 
 }  // namespace
@@ -409,10 +416,10 @@ double predict(const BackwardShape& shape, const BackwardPath& path, bool always
 }
 
 int64_t cut_above(const ForwardShape& shape, const ForwardPath& path, bool always_cut) {
-  return std::visit([&](const auto& branch) { return most_whole_chunks(shape, branch, always_cut); }, path);
+  return std::visit([&](const auto& branch) { return most_chunks_of_others(shape, branch, always_cut); }, path);
 }
 int64_t cut_above(const BackwardShape& shape, const BackwardPath& path, bool always_cut) {
-  return most_whole_chunks(shape.forward(), path, always_cut);
+  return most_chunks_of_others(shape.forward(), path, always_cut);
 }
 
 }  // namespace flash_qla

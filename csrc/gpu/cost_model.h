@@ -1,7 +1,7 @@
 // The cost model: the time of a call on a path, from its shape and the card's figures.
 //
-// always_cut: each sequence that is longer than a segment is cut. Else the device cuts a batch whose lengths only
-// cu_seqlens have where the model says that it pays.
+// always_cut: each sequence that is longer than a segment is cut. Else the device takes a batch whose lengths only
+// cu_seqlens have as long (Dispatch::cut_above) where the model says that it pays.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace flash_qla {
 double predict(const ForwardShape& shape, const ForwardPath& path, bool always_cut);
 double predict(const BackwardShape& shape, const BackwardPath& path, bool always_cut);
 
-// The most chunks of a longest sequence with which the batch is faster whole. 0: every long sequence is cut.
+// Dispatch::cut_above: the most chunks of a longest sequence with which the batch is faster as another than as long.
 int64_t cut_above(const ForwardShape& shape, const ForwardPath& path, bool always_cut);
 int64_t cut_above(const BackwardShape& shape, const BackwardPath& path, bool always_cut);
 

@@ -46,7 +46,8 @@ Dispatch decide_common(const DirectionShape& shape, const Override& forced, cons
   const int64_t segment_chunks = segment_chunks_of(choice.path);
   return {
       .segment_chunks = segment_chunks,
-      .cut_above = forced.always_cuts() ? forced.cut_above : cut_above(shape, choice.path, always_cut(shape, forced)),
+      .cut_above =
+          forced.sets_cut_above() ? forced.cut_above : cut_above(shape, choice.path, always_cut(shape, forced)),
       .chunk_slots = chunks,
       .segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, segment_chunks),
       .heads_per_cta = heads_per_cta(shape, chunks),
@@ -72,8 +73,13 @@ ForwardDispatch decide(const ForwardShape& shape, const Override& forced) {
   ForwardDispatch d{};
   static_cast<Dispatch&>(d) = decide_common(shape, forced, choice);
   d.path = choice.path;
-  const int64_t tiles = d.segments * shape.H_v * value_tiles(shape.V, value_tile_of(d.path));
-  d.ctas = shape.portable ? tiles : std::min<int64_t>(tiles, shape.card.sm_count);
+  const auto tiles_of = [&](int64_t tile) { return d.segments * shape.H_v * value_tiles(shape.V, tile); };
+  const auto ctas_of = [&](int64_t tiles) {
+    return shape.portable ? tiles : std::min<int64_t>(tiles, shape.card.sm_count);
+  };
+  const int64_t tiles = tiles_of(value_tile_of(d.path));
+  d.ctas = ctas_of(tiles);
+  d.long_ctas = ctas_of(tiles_of(long_tile_of(d.path)));
   d.short_maps_last = !d.fuses_segments() && puts_short_maps_last(shape, d, 1);
   d.early = d.is_only_fused() && begins_early(shape);
   // No early CTAs of chunk_matrices where they read needs_maps, or only the plan knows where chunks begin.
@@ -112,7 +118,7 @@ Record decide_once(const DirectionShape& shape, Override forced) {
   };
   thread_local std::optional<Decision> last;
   if (!may_cut(shape) && forced.segment_chunks != 0) {
-    forced.segment_chunks = forced.cut_above = 0;
+    forced.segment_chunks = forced.cut_above = forced.long_tile = 0;
   }
   if (!last || last->shape != shape || last->forced != forced) {
     last = {shape, forced, decide(shape, forced)};

@@ -18,8 +18,9 @@ struct OneKernelOverSegments {  // the maps of the heads that need them, then fu
   int64_t segment_chunks;
 };
 struct TwoKernels {    // chunk_matrices and chunk_forward, with the maps of all heads between if there are segments
-  int64_t value_tile;  // rows of S^T per CTA
+  int64_t value_tile;          // rows of S^T per CTA
   int64_t segment_chunks = 0;  // 0: whole sequences
+  int64_t long_tile = value_tile;  // the rows in a long batch, see Dispatch::cut_above; others: both tiles are launched
 };
 using ForwardPath = std::variant<OneKernel, OneKernelOverSegments, TwoKernels>;
 
@@ -39,11 +40,17 @@ inline bool is_fused(const ForwardPath& path) { return !std::holds_alternative<T
 inline int64_t value_tile_of(const ForwardPath& path) {
   return is_fused(path) ? kFusedTile : std::get<TwoKernels>(path).value_tile;
 }
+inline int64_t long_tile_of(const ForwardPath& path) {
+  return is_fused(path) ? kFusedTile : std::get<TwoKernels>(path).long_tile;
+}
+
+inline bool has_two_tiles(const BackwardPath&) { return false; }
+inline bool has_two_tiles(const ForwardPath& path) { return value_tile_of(path) != long_tile_of(path); }
 
 // The decisions of both directions.
 struct Dispatch {
   int64_t segment_chunks;  // chunks per segment; 0: whole sequences
-  int64_t cut_above;       // the device cuts no sequence if none has more chunks
+  int64_t cut_above;       // a batch is long if a sequence has more chunks. The device cuts no others
   int64_t chunk_slots;     // see plan.h
   int64_t segments;        // segment slots, see plan.h
   int64_t heads_per_cta;   // of chunk_matrices: value heads of a group that share a CTA's K K^T and Q K^T
@@ -66,6 +73,7 @@ struct ForwardDispatch : Dispatch {
   ForwardPath path;
   bool early;    // of fused_forward: every CTA finds its first segment by itself
   int64_t ctas;  // of the last kernel; chunk_forward and fused_forward are persistent: at most one CTA per SM
+  int64_t long_ctas;  // the same with long_tile
 
   bool is_only_fused() const { return std::holds_alternative<OneKernel>(path); }
   bool fuses_segments() const { return std::holds_alternative<OneKernelOverSegments>(path); }

@@ -84,8 +84,11 @@ class Forward {
       fused_forward();
     } else if (d_.portable) {
       portable_forward();
+    } else if (const auto [tile, segment_chunks, long_tile] = std::get<TwoKernels>(d_.path); tile == long_tile) {
+      chunk_forward(tile, d_.ctas, kAny);
     } else {
-      chunk_forward();
+      chunk_forward(tile, d_.ctas, 0);
+      chunk_forward(long_tile, d_.long_ctas, 1);
     }
   }
 
@@ -193,8 +196,9 @@ class Forward {
                               {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
-  void chunk_forward() const {
-    const int64_t value_tile = value_tile_of(d_.path);
+  // if_long: only batches of which this is Plan::is_long; or kAny.
+  static constexpr int kAny = -1;
+  void chunk_forward(int64_t value_tile, int64_t ctas, int if_long) const {
     kernels::chunk_forward({.chunks = pass_.chunks(),
                             .states = states_.tensors,
                             .kept = states_.kept,
@@ -202,9 +206,10 @@ class Forward {
                             .o = out_.o.mutable_data_ptr(),
                             .h = data_if(call_.output_h, out_.h),
                             .has_h = call_.output_h,
-                            .ctas = d_.ctas,
+                            .ctas = ctas,
                             .value_tiles = value_tiles(call_.V, value_tile),
                             .rounds = states_.rounds,
+                            .if_long = if_long,
                             .h_slots = call_.output_h ? call_.h_chunks : 0},
                            {.dtype = pass_.dtype(), .K = pass_.K(), .value_tile = value_tile}, stream_);
   }

@@ -33,8 +33,8 @@ class Requirements {
   void require_segments(const Override& o) const {
     require(o.segment_chunks >= -1 && o.segment_chunks < kMost, "segment_chunks", o.segment_chunks,
             "a number of chunks, 0 for none or -1 for the cost model's choice");
-    require(o.cut_above == 0 || (o.cut_above > 0 && o.cut_above < kMost && o.always_cuts()), "cut_above", o.cut_above,
-            "0 or, with segments, a number of chunks");
+    require(o.cut_above == 0 || (o.cut_above > 0 && o.cut_above < kMost && o.sets_cut_above()), "cut_above",
+            o.cut_above, "0 or, with segments or a long_tile, a number of chunks");
   }
 
  private:
@@ -47,6 +47,8 @@ void check_forward(const Override& o) {
   const Requirements forward("forward");
   forward.require(o.value_tile == 0 || is_tile(o.value_tile), "value_tile", o.value_tile,
                   kTiles + ", or 0 for the cost model's choice");
+  forward.require(o.long_tile == 0 || (is_tile(o.long_tile) && o.value_tile != 0 && o.fused != 1 && o.cut_above > 0),
+                  "long_tile", o.long_tile, kTiles + " with value_tile and cut_above, or 0 for value_tile");
   forward.require(o.fused >= -1 && o.fused <= 1, "fused", o.fused, "0, 1 or -1 for the cost model's choice");
   forward.require(o.fused != 1 || o.value_tile != kNarrowTile, "fused", o.fused,
                   "0 with value_tile = " + std::to_string(kNarrowTile));
@@ -56,6 +58,7 @@ void check_forward(const Override& o) {
 void check_backward(const Override& o) {
   const Requirements backward("backward");
   backward.require(o.value_tile == 0, "value_tile", o.value_tile, "none, as it has one tile");
+  backward.require(o.long_tile == 0, "long_tile", o.long_tile, "none, as it has one tile");
   backward.require(o.fused == -1, "fused", o.fused, "none, as it has no fused kernel");
   backward.require_segments(o);
 }

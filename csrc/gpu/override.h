@@ -12,9 +12,11 @@ struct Override {
   int64_t value_tile = 0;       // value rows per CTA, 64 or 128
   int64_t segment_chunks = -1;  // chunks per segment; 0: whole sequences, as for a call with auto_cp = false
   int64_t fused = -1;           // 0: never the fused kernel; 1: for every call that it can serve
-  int64_t cut_above = 0;        // with segment_chunks: the device cuts no sequence if none has more chunks
+  int64_t cut_above = 0;        // with segment_chunks or long_tile: a batch is long if a sequence has more chunks
+  int64_t long_tile = 0;        // with value_tile: the value rows in a long batch; 0: the same
 
   bool always_cuts() const { return segment_chunks > 0; }
+  bool sets_cut_above() const { return always_cuts() || long_tile > 0; }
   bool operator==(const Override&) const = default;
 };
 

@@ -82,6 +82,7 @@ kernels::Plan Pass::plan() const {
           .chunks = workspace_[workspace_.chunks],
           .segments = workspace_[workspace_.segments],
           .checkpoints = workspace_[workspace_.checkpoints],
+          .is_long = workspace_[workspace_.is_long],
           .drawn = workspace_[workspace_.drawn]};
 }
 

@@ -76,6 +76,7 @@ struct PassWorkspace : Workspace {
         chunks(reserve<int32_t>(d.planned ? d.chunk_slots * ChunkColumn::kCount : 0)),
         segments(reserve<int32_t>(d.planned ? d.segments * SegmentColumn::kCount : 0)),
         checkpoints(reserve<int32_t>(has_checkpoints ? d.chunk_slots : 0)),
+        is_long(reserve<int32_t>(d.planned ? 1 : 0)),
         drawn(reserve<int32_t>(d.planned ? 1 : 0)),
         gates(reserve<float>(fused ? 0 : d.chunk_slots * shape.H_v * ForwardGate::kCount * kChunk)),
         matrices(reserve<uint16_t>(fused ? 0 : 2 * d.chunk_slots * shape.H_v * kTriangle)),
@@ -85,7 +86,7 @@ struct PassWorkspace : Workspace {
         skips(reserve<int32_t>(d.has_maps() ? d.segments * shape.H_v : 0)),
         map_segments(reserve<int32_t>(d.over_ranks && d.has_maps() ? d.segments * SegmentColumn::kCount : 0)) {}
 
-  const Region<int32_t> sequences, chunks, segments, checkpoints, drawn;  // the plan's tables
+  const Region<int32_t> sequences, chunks, segments, checkpoints, is_long, drawn;  // the plan's tables
   const Region<float> gates;        // [chunk_slots, H_v, ForwardGate::kCount, kChunk]
   const Region<uint16_t> matrices;  // [chunk_slots, H_v, 2, kTriangle]
   // Only with maps:

@@ -185,7 +185,7 @@ void add_classes(py::module_& module) {
   Record<Dispatch>(module, "Dispatch", "What a call launches, in both directions.")
       .field("segment_chunks", &Dispatch::segment_chunks, "Chunks per segment; 0: whole sequences.")
       .field("cut_above", &Dispatch::cut_above,
-             "The device cuts no sequence if none has more chunks. 0: each that is longer than a segment is cut.")
+             "A batch is long if a sequence has more chunks; 0: each. The device cuts no other batch.")
       .field("segments", &Dispatch::segments, "Segments; an upper bound when varlen.")
       .field("heads_per_cta", &Dispatch::heads_per_cta, "Value heads per CTA of chunk_matrices.")
       .field("planned", &Dispatch::planned,
@@ -199,6 +199,9 @@ void add_classes(py::module_& module) {
       .field(
           "value_tile", +[](const ForwardDispatch& d) { return value_tile_of(d.path); },
           "Rows of S^T per CTA (64 or 128).")
+      .field(
+          "long_tile", +[](const ForwardDispatch& d) { return long_tile_of(d.path); },
+          "Rows of S^T per CTA in a long batch. If they are others, the last kernel is launched with both.")
       .field("ctas", &ForwardDispatch::ctas, "CTAs of the last kernel; an upper bound when varlen.");
   Record<BackwardDispatch, Dispatch>(module, "BackwardDispatch", "What a backward call launches.");
 
@@ -209,12 +212,16 @@ void add_classes(py::module_& module) {
       .field("fused", &Override::fused,
              "1: the fused kernel for every call that it can serve; 0: never; -1: the cost model's choice.")
       .field("cut_above", &Override::cut_above,
-             "With segments: the device cuts no sequence if none has more chunks. 0: each sequence longer than a "
-             "segment is cut.")
-      .constructor([](int64_t value_tile, int64_t segment_chunks, int64_t fused,
-                      int64_t cut_above) { return Override{value_tile, segment_chunks, fused, cut_above}; },
-                   strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1,
-                   strict("cut_above") = 0);
+             "With segments or long_tile: a batch is long if a sequence has more chunks; 0: each. The device cuts no "
+             "other batch.")
+      .field("long_tile", &Override::long_tile,
+             "With value_tile and cut_above: the value rows per CTA in a long batch; 0: the same.")
+      .constructor(
+          [](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above, int64_t long_tile) {
+            return Override{value_tile, segment_chunks, fused, cut_above, long_tile};
+          },
+          strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("cut_above") = 0,
+          strict("long_tile") = 0);
 }
 
 void add_functions(py::module_& module) {

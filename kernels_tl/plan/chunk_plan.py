@@ -8,11 +8,10 @@ clipped to [0, tokens] and replaced by their running maximum.
     chunks    [chunk_slots, 3]     the sequences' chunks, then chunks of the padding rows, with sequence PADDING, then
                                    unused slots, with PADDING and 0 tokens
     segments  [segment_slots, 8]   every sequence, even an empty one, has at least one; longer ones are cut after every
-                                   `segment_chunks` chunks, unless that is 0 or (with cu_seqlens) none has more than
-                                   `cut_above` chunks. A sequence's segments follow one another, and of each PLAN_STEP
-                                   sequences the longest come first. With cu_seqlens those without a slot come last,
-                                   because they have no work. Unused slots have
-                                   0 tokens, no flags and no states. Written if segment_slots > 0
+                                   `segment_chunks` chunks, unless that is 0 or the batch is not long. A sequence's
+                                   segments follow one another, and of each PLAN_STEP sequences the longest come first.
+                                   With cu_seqlens those without a slot come last, because they have no work. Unused
+                                   slots have 0 tokens, no flags and no states. Written if segment_slots > 0
     map_segments [map_slots, 8]    the same, but the sequences mapped_0 and mapped_1 lack the flag `dropped`: kernels
                                    that leave out the map of a sequence's last, or first, segment then compute it.
                                    Written if map_slots > 0, which then is segment_slots
@@ -20,6 +19,8 @@ clipped to [0, tokens] and replaced by their running maximum.
                                    A new chunk begins after every checkpoint_every tokens (plan/runs.cuh); if that is no
                                    multiple of C, no sequence is cut
     needs_maps [N, H_v]            zeros, for segment_memory. Written if has_memory
+    is_long [1]                    whether the batch is long: 0 if there are cu_seqlens, `cut_above` is not 0, and no
+                                   sequence has more chunks. For chunk_forward
     drawn [1]                      0, for chunk_forward and fused_forward
 
 plan.cpp launches one CTA, once per call. The next kernel does not wait for all of the tables: its first CTAs find their
@@ -71,21 +72,17 @@ def count_chunks(length, run):
 
 
 @T.macro
-def segment_size(sequences, N, segment_chunks, cut_above):
-    """Chunks of a segment, the same in all threads: WHOLE if no sequence is split."""
-    size = T.alloc_var("int32", init=WHOLE)
-    if segment_chunks > 0:
-        longer = T.alloc_var("int32", init=T.Select(sequences.offsets.exists & (cut_above > 0), 0, 1))
-        if longer == 0:
-            for step in T.serial(T.ceildiv(N, THREADS)):
-                n = T.min(step * THREADS + T.get_thread_binding(), N - 1)
-                # Invalid offsets may give any difference. Both choices are safe.
-                if offset_of(sequences, n + 1) - offset_of(sequences, n) > T.Cast("int64", cut_above) * C:
-                    longer = 1
-        longer = T.call_extern("int32", "__syncthreads_or", longer)
-        if longer != 0:
-            size = segment_chunks
-    return size
+def has_long_sequence(sequences, N, cut_above):
+    """Whether the batch is long, the same in all threads."""
+    is_long = T.alloc_var("int32", init=T.Select(sequences.offsets.exists & (cut_above > 0), 0, 1))
+    if is_long == 0:
+        for step in T.serial(T.ceildiv(N, THREADS)):
+            n = T.min(step * THREADS + T.get_thread_binding(), N - 1)
+            # Invalid offsets may give any difference. Both choices are safe.
+            if offset_of(sequences, n + 1) - offset_of(sequences, n) > T.Cast("int64", cut_above) * C:
+                is_long = 1
+        is_long = T.call_extern("int32", "__syncthreads_or", is_long)
+    return is_long
 
 
 @T.macro
@@ -217,9 +214,13 @@ def chunk_plan():
             tokens_before = T.alloc_var("int32", init=0)  # tokens of earlier steps
             chunks_before = T.alloc_var("int32", init=0)
             segments_before = T.alloc_var("int32", init=0)
-            size = segment_size(sequences, N, cuts.segment_chunks, cuts.cut_above)
+            is_long = has_long_sequence(sequences, N, cuts.cut_above)
+            size = T.alloc_var("int32", init=WHOLE)  # chunks of a segment
+            if (is_long != 0) & (cuts.segment_chunks > 0):
+                size = cuts.segment_chunks
             clear_needs(memory, N, sizes.H_v, tx)
             if tx == 0:
+                plan.is_long[0] = is_long
                 plan.drawn[0] = 0
 
             for step in T.serial(T.ceildiv(N, THREADS)):

@@ -23,6 +23,7 @@ of one head of one segment. They stay in registers from the segment's first chun
   them: the next one's state and first chunks arrive while this one's last chunks are computed.
 - With 128 rows, K, Q, L and P are loaded once for the head. With 64 rows two CTAs share a head, which pays if there are
   few heads.
+- Where only the device knows which rows are best, both kernels are launched, and one has no work (`if_long`).
 - Segment, state, K, Q and V of the first work tile are loaded while the kernel before this one still runs.
 - All roles process a segment in runs of chunks, each up to the next checkpoint, so the last chunk of a run may be short
   (plan/runs.cuh). After each run the consumers write the state.
@@ -71,7 +72,7 @@ from kernels_tl.states.recurrence import (
 from kernels_tl.states.work_queue import Queue
 
 PASS_CONFIGS = EXPLICIT_PASS_CONFIGS
-EARLY = {name: after("chunk_plan") for name in ("segments", "drawn")}
+EARLY = {name: after("chunk_plan") for name in ("segments", "is_long", "drawn")}
 EARLY |= {name: after(CALLER) for name in ("q", "k", "v", "initial_state")}
 EARLY |= {"final_state": after(CALLER)}  # written for a sequence without tokens
 PRELUDE = """
@@ -86,6 +87,7 @@ PRELUDE = """
 # first value row; if the consumers load its first state, its segment.
 HEAD, FIRST_ROW, SEGMENT = (SegmentColumn.COUNT + i for i in range(3))
 NO_WORK = -1
+ANY = -1
 
 
 def chunk_forward(dtype, K, value_tile):
@@ -341,12 +343,14 @@ def chunk_forward(dtype, K, value_tile):
         begun.arrive(ready.begun)
 
     @T.macro
-    def load(queue, tiles, ready, tokens, matrices, segments, scanned, initial, checkpoint_every):
+    def load(queue, tiles, ready, tokens, matrices, is_long, if_long, segments, scanned, initial, checkpoint_every):
         """The producer warp: segments, states and the chunks' operands."""
         edge = T.alloc_var("int32", init=0)  # see block_rows
         done = T.alloc_var("int32", init=0)  # chunks of earlier work tiles
         wave = T.alloc_var("int32", init=0)
         number = T.alloc_var("int32", init=queue.cta)
+        if T.if_then_else(if_long != ANY, load_early(is_long[0]), ANY) != if_long:
+            number = queue.work_tiles
         while number < queue.work_tiles:
             work = queue.at(number)
             hk = T.alloc_var("int32", init=T.truncdiv(work.hv, sizes.group))
@@ -427,6 +431,7 @@ def chunk_forward(dtype, K, value_tile):
         ctas: T.int32,
         value_tiles: T.int32,  # tiles of value_tile rows
         rounds: T.int32,
+        if_long: T.int32,  # ANY, or the is_long of the batches that the kernel is for
     ):
         with T.Kernel(ctas, threads=tile.threads, prelude=PRELUDE + prelude_of_scales(dtype)) as cta:
             tiles = make_tiles()
@@ -442,7 +447,14 @@ def chunk_forward(dtype, K, value_tile):
                     T.dec_max_nreg(tile.registers[1])
                 if is_producer_warp(CONSUMERS):
                     queue = Queue(cta, ctas, chunks.plan.drawn, sizes.segment_slots, sizes.H_v, value_tiles)
-                    of_producer = (chunks.plan.segments, maps.states, initial, kept.checkpoint_every)
+                    of_producer = (
+                        chunks.plan.is_long,
+                        if_long,
+                        chunks.plan.segments,
+                        maps.states,
+                        initial,
+                        kept.checkpoint_every,
+                    )
                     load(queue, tiles, ready, chunks.tokens, chunks.matrices, *of_producer)
                     T.pdl_sync()
                 else:
