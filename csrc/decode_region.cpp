@@ -90,10 +90,14 @@ DecodeRegion::DecodeRegion(const char* op, RegionArguments arguments, WindowArgu
   };
   rule.a = of_gates(r.a);
   rule.b = of_gates(r.b);
+  if (rule.out) {
+    check_device(op, "out", *rule.out, r.z, "z");
+    check_same_dtype(op, "out", *rule.out, r.z, "z");
+  }
   rule_ = make_decode_call(op, std::move(rule));
   check_norm(op,
              {.o = rule_.v, .z = rule_.v, .weight = r.norm_weight, .eps = r.norm_eps, .activation = r.norm_activation},
-             /*is_backward=*/false, "norm_weight");
+             /*is_backward=*/false, kNormOfRegion);
 }
 
 void DecodeRegion::make_convolution(const DecodeArguments& rule, int64_t B, int64_t T, int64_t D) {
@@ -199,7 +203,7 @@ NormCall DecodeRegion::norm_of(const Tensor& o, const Tensor& y) const {
                          .eps = arguments_.norm_eps,
                          .activation = arguments_.norm_activation,
                          .y = view(y, z.sizes(), strides)},
-                        /*is_backward=*/false, "norm_weight");
+                        /*is_backward=*/false, kNormOfRegion);
 }
 
 }  // namespace flash_qla

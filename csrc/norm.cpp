@@ -36,7 +36,7 @@ bool is_readable_on_gpu(const Tensor& tensor, bool in_pieces) {
 
 }  // namespace
 
-NormCall check_norm(const char* op, NormArguments arguments, bool is_backward, const char* weight) {
+NormCall check_norm(const char* op, NormArguments arguments, bool is_backward, const NormNames& names) {
   NormCall call{std::move(arguments)};
   call.op = op;
   check_floating(op, "o", call.o);
@@ -47,22 +47,22 @@ NormCall check_norm(const char* op, NormArguments arguments, bool is_backward, c
   call.rows = call.o.numel() / call.V;
   check_like_o(call, "z", call.z);
   check_same_dtype(op, "z", call.z, call.o, "o");
-  check_device(op, weight, call.weight, call.o, "o");
-  check_floating(op, weight, call.weight);
-  check_shape(op, weight, call.weight, {call.V}, "[V], the channels of o");
+  check_device(op, names.weight, call.weight, call.o, "o");
+  check_floating(op, names.weight, call.weight);
+  check_shape(op, names.weight, call.weight, {call.V}, "[V], the channels of o");
   if (is_backward) {
     check_like_o(call, "dy", call.grad_y);
   }
-  check(call.eps >= 0, op, "eps is ", call.eps, ", expected at least 0");
-  check(call.activation == "silu" || call.activation == "sigmoid", op, "activation is \"", call.activation,
+  check(call.eps >= 0, op, names.eps, " is ", call.eps, ", expected at least 0");
+  check(call.activation == "silu" || call.activation == "sigmoid", op, names.activation, " is \"", call.activation,
         "\", expected \"silu\" or \"sigmoid\"");
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   check(call.rows <= kMost, op, "o has ", call.rows, " rows, expected at most ", kMost);
   return call;
 }
 
-NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backward, const char* weight) {
-  NormCall call = check_norm(op, std::move(arguments), is_backward, weight);
+NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backward, const NormNames& names) {
+  NormCall call = check_norm(op, std::move(arguments), is_backward, names);
   make_contiguous(op, call.weight, call.weight.scalar_type());
   make_readable(call, call.o);
   make_readable(call, call.z);

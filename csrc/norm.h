@@ -39,10 +39,18 @@ struct NormGradients {
   Tensor dweight = undefined_tensor();                          // [V], compute dtype
 };
 
-// Throws std::runtime_error unless the call can run. `weight`: its name in errors.
-NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backward, const char* weight = "weight");
+// Names of the arguments in errors.
+struct NormNames {
+  const char* weight = "weight";
+  const char* eps = "eps";
+  const char* activation = "activation";
+};
+constexpr NormNames kNormOfRegion = {.weight = "norm_weight", .eps = "norm_eps", .activation = "norm_activation"};
+
+// Throws std::runtime_error unless the call can run.
+NormCall make_norm_call(const char* op, NormArguments arguments, bool is_backward, const NormNames& names = {});
 // The checks of make_norm_call alone, which copy nothing. Tensors stay as they came.
-NormCall check_norm(const char* op, NormArguments arguments, bool is_backward, const char* weight = "weight");
+NormCall check_norm(const char* op, NormArguments arguments, bool is_backward, const NormNames& names = {});
 
 // Copies o, z or grad_y unless the device can read it where it is.
 void make_readable(const NormCall& call, Tensor& tensor);

@@ -86,7 +86,7 @@ Region::Region(const char* op, RegionArguments arguments, Arguments rule, const 
   } else {
     check_call(op, rule_on<Arguments>(r.mixed));
   }
-  NormCall norm = make_norm_call(op, norm_of(r.z), /*is_backward=*/false, "norm_weight");
+  NormCall norm = make_norm_call(op, norm_of(r.z), /*is_backward=*/false, kNormOfRegion);
   arguments_.z = std::move(norm.z);
   make_canonical(convolution_);
 }

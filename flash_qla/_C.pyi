@@ -64,6 +64,7 @@ class Dispatch:
 class ForwardDispatch(Dispatch):
     fused: Final[bool]
     value_tile: Final[int]
+    long_tile: Final[int]
     ctas: Final[int]
     __match_args__ = (
         "segment_chunks",
@@ -75,6 +76,7 @@ class ForwardDispatch(Dispatch):
         "predicted_us",
         "fused",
         "value_tile",
+        "long_tile",
         "ctas",
     )
 
@@ -110,9 +112,10 @@ class Override:
     segment_chunks: Final[int]
     fused: Final[int]
     cut_above: Final[int]
-    __match_args__ = ("value_tile", "segment_chunks", "fused", "cut_above")
+    long_tile: Final[int]
+    __match_args__ = ("value_tile", "segment_chunks", "fused", "cut_above", "long_tile")
     def __init__(
-        self, *, value_tile: int = 0, segment_chunks: int = -1, fused: int = -1, cut_above: int = 0
+        self, *, value_tile: int = 0, segment_chunks: int = -1, fused: int = -1, cut_above: int = 0, long_tile: int = 0
     ) -> None: ...
 
 def kernels() -> list[Kernel]: ...

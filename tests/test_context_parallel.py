@@ -194,7 +194,7 @@ def test_device_picks_the_tile(value_tile, long_tile, segment_chunks):
     with forward_mode(value_tile, 0):
         as_another = run_forwards(inputs)
     for cut_above, expected in ((39, as_long), (40, as_another)):
-        with forward_mode(value_tile, segment_chunks, cut_above=cut_above, long_tile=long_tile), poisoned():
+        with forward_mode(value_tile, segment_chunks, cut_above=cut_above, long_tile=long_tile), poisoned("cuda"):
             assert all(equal(run_forwards(inputs), expected) for _ in range(3)), cut_above
 
 

@@ -271,8 +271,8 @@ def test_graph_with_other_lengths():
         ("initial_window", lambda x: x[..., :-1], "initial_window has shape [6, 48, 2], expected [6, 48, 3 or 4]"),
         ("cu_seqlens", lambda x: x.float(), "cu_seqlens has dtype float32, expected int32 or int64"),
         ("num_k_heads", lambda x: 0, "mixed has 48 channels, expected 2 H_k K + H_v V, with num_k_heads H_k = 0, "),
-        ("norm_eps", lambda x: -1.0, "eps is -1, expected at least 0"),
-        ("norm_activation", lambda x: "relu", 'activation is "relu", expected "silu" or "sigmoid"'),
+        ("norm_eps", lambda x: -1.0, "norm_eps is -1, expected at least 0"),
+        ("norm_activation", lambda x: "relu", 'norm_activation is "relu", expected "silu" or "sigmoid"'),
     ),
 )
 def test_errors(name, wrong, text, device, errors_change_nothing):

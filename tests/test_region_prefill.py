@@ -338,7 +338,7 @@ def wrong_arguments(arguments: dict) -> dict[str, dict]:
         },
         "out shares memory with z": {"out": z},
         "norm_weight has shape": {"norm_weight": arguments["norm_weight"][1:]},
-        "eps is -1, expected at least 0": {"norm_eps": -1.0},
+        "norm_eps is -1, expected at least 0": {"norm_eps": -1.0},
     }
 
 
