@@ -18,8 +18,8 @@ struct OneKernelOverSegments {  // the maps of the heads that need them, then fu
   int64_t segment_chunks;
 };
 struct TwoKernels {    // chunk_matrices and chunk_forward, with the maps of all heads between if there are segments
-  int64_t value_tile;          // rows of S^T per CTA
-  int64_t segment_chunks = 0;  // 0: whole sequences
+  int64_t value_tile;  // rows of S^T per CTA
+  int64_t segment_chunks = 0;      // 0: whole sequences
   int64_t long_tile = value_tile;  // the rows in a long batch, see Dispatch::cut_above; others: both tiles are launched
 };
 using ForwardPath = std::variant<OneKernel, OneKernelOverSegments, TwoKernels>;
@@ -71,8 +71,8 @@ struct Dispatch {
 
 struct ForwardDispatch : Dispatch {
   ForwardPath path;
-  bool early;    // of fused_forward: every CTA finds its first segment by itself
-  int64_t ctas;  // of the last kernel; chunk_forward and fused_forward are persistent: at most one CTA per SM
+  bool early;         // of fused_forward: every CTA finds its first segment by itself
+  int64_t ctas;       // of the last kernel; chunk_forward and fused_forward are persistent: at most one CTA per SM
   int64_t long_ctas;  // the same with long_tile
 
   bool is_only_fused() const { return std::holds_alternative<OneKernel>(path); }
