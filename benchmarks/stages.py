@@ -12,6 +12,7 @@ itself says that the compiler removed the second run. `build` also makes a libra
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -178,6 +179,7 @@ def time_variant(kernel: Kernel, pipe) -> None:
     long ones in a row."""
     import common
     import torch
+    from backward import flash_qla_backward
 
     import flash_qla
     from flash_qla.testing import forced_dispatch
@@ -191,14 +193,7 @@ def time_variant(kernel: Kernel, pipe) -> None:
         return flash_qla.chunk_gated_delta_rule(**inputs, **options)
 
     if kernel.backward:
-        forward = {"q", "k", "v", "g", "beta"}
-        leaves = {name: x.detach().requires_grad_(name in forward) for name, x in inputs.items() if torch.is_tensor(x)}
-        results = flash_qla.chunk_gated_delta_rule(**inputs | leaves, **options)
-
-        def call():
-            inputs_with_gradients = [leaves[name] for name in sorted(forward)]
-            torch.autograd.grad(results, inputs_with_gradients, (gradients["do"], gradients["dht"]), retain_graph=True)
-
+        call = flash_qla_backward(inputs | {"max_seqlen": max(lengths)}, gradients)
     with forced_dispatch(**{"backward" if kernel.backward else "forward": kernel.mode}):
         call()
         torch.cuda.synchronize()
@@ -254,10 +249,13 @@ def run(out: Path, results: Path, only: str) -> None:
     shutil.copytree(ROOT / "flash_qla", package)
     shutil.copy(out / "libflash_qla.so", package)
     sys.path.insert(0, str(package.parent))
+    importlib.invalidate_caches()  # perhaps the folder was not there when Python last looked
     import common
     import torch  # noqa: F401  before the forks, which then need no import
 
-    import flash_qla  # noqa: F401
+    import flash_qla
+
+    assert Path(flash_qla.__file__).parent == package, f"flash_qla is {flash_qla.__file__}, which takes no variants"
 
     records, plain = [x for x in records if not x["is_removed"]], {}
     for first in range(0, len(records), GROUP):
