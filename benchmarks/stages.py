@@ -174,6 +174,12 @@ def build_library(out: Path) -> None:
 GROUP = 8  # processes that start at the same time; their calls are timed one after the other
 
 
+def send_environment(pipe) -> None:
+    import common
+
+    pipe.send(common.environment())
+
+
 def time_variant(kernel: Kernel, pipe) -> None:
     """Sends "ready" and then, on a message, the microseconds of a call: of short samples at a clock that rests, and of
     long ones in a row."""
@@ -250,13 +256,19 @@ def run(out: Path, results: Path, only: str) -> None:
     shutil.copy(out / "libflash_qla.so", package)
     sys.path.insert(0, str(package.parent))
     importlib.invalidate_caches()  # perhaps the folder was not there when Python last looked
-    import common
-    import torch  # noqa: F401  before the forks, which then need no import
+    import common  # noqa: F401  before the forks, which then need no import
+    import torch  # noqa: F401
 
     import flash_qla
 
     assert Path(flash_qla.__file__).parent == package, f"flash_qla is {flash_qla.__file__}, which takes no variants"
 
+    # In a process of its own, because it starts CUDA, which a fork of this process then could not.
+    pipe, of_worker = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=send_environment, args=(of_worker,))
+    process.start()
+    environment = answer_of(pipe, 60)
+    process.join()
     records, plain = [x for x in records if not x["is_removed"]], {}
     for first in range(0, len(records), GROUP):
         group = records[first : first + GROUP]
@@ -269,8 +281,7 @@ def run(out: Path, results: Path, only: str) -> None:
                 more = [100 * (of_variant[name] / plain[name] - 1) for name in ("us", "short_us")]
                 spills = record["spills"] or ""
                 print(f"  {record['statement']:60} {more[0]:6.1f} % {more[1]:6.1f} %  {spills}", flush=True)
-    # Last, because it starts CUDA in this process, whose forks then could not.
-    results.write_text(json.dumps({"environment": common.environment(), "variants": times}, indent=1))
+        results.write_text(json.dumps({"environment": environment, "variants": times}, indent=1))
 
 
 if __name__ == "__main__":
