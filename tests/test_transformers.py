@@ -654,9 +654,12 @@ def test_packed_sequences(calls):
     g, beta = -torch.rand(1, 90, 4), torch.rand(1, 90, 4)
     common = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     offsets = torch.tensor([0, 30, 90])
-    o, state = chunk_gated_delta_rule(
-        q, k, v, g=g, beta=beta, cu_seqlens=offsets, seq_idx=torch.zeros(1, 90), max_length_q=60, **common
-    )
+    lengths = (torch.tensor(60), 60)  # a tensor is not read, which would wait for the GPU
+    for max_length in lengths:
+        o, state = chunk_gated_delta_rule(
+            q, k, v, g=g, beta=beta, cu_seqlens=offsets, seq_idx=torch.zeros(1, 90), max_length_q=max_length, **common
+        )
+    assert [call.get("max_seqlen") for call in calls] == [None, 60]
     pieces = [
         chunk_gated_delta_rule(*(x[:, a:b] for x in (q, k, v)), g=g[:, a:b], beta=beta[:, a:b], **common)
         for a, b in ((0, 30), (30, 90))
@@ -669,8 +672,13 @@ def test_packed_sequences(calls):
     model = small_model()
     use_flash_qla(model)
     calls.clear()
-    model(text(90), cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=60, max_length_k=60, use_cache=False)
-    assert calls[0]["cu_seqlens"] is offsets and calls[0]["max_seqlen"] == 60
+    options = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_k": 60, "use_cache": False}
+    for max_length in lengths:
+        model(text(90), max_length_q=max_length, **options)
+    assert all(call["cu_seqlens"] is offsets for call in calls)
+    assert [call["max_seqlen"] for call in calls] == [None, 60]
+    with pytest.raises(ValueError, match="seq_idx without cu_seq_lens_q"):
+        model(text(90), seq_idx=torch.zeros(1, 90), use_cache=False)
 
 
 @all_models

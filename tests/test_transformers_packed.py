@@ -94,6 +94,21 @@ def test_other_convolutions():
     assert calls == [{"activation": activation, "seq_idx": None} for activation in ("silu", "gelu")]
 
 
+@pytest.mark.parametrize("of_autocast", (None, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "of_weight"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.float32)],
+    ids=str,
+)
+def test_a_convolution_returns_its_inputs_dtype(dtype, of_weight, of_autocast):
+    """As the model's function does, whatever the dtypes of the weight and of autocast."""
+    x, weight = torch.randn(1, 8, 5, dtype=dtype), torch.randn(8, 4, dtype=of_weight)
+    with torch.autocast("cpu", of_autocast, enabled=of_autocast is not None):
+        y = causal_conv1d(None, x, weight)
+    exact = torch.nn.functional.conv1d(x.double(), weight.double()[:, None], padding=3, groups=8)[..., :5]
+    assert y.dtype == dtype and example.relative_error(y, exact) < 1e-2
+
+
 def test_a_convolution_that_something_has_replaced():
     """It stays; the one of the model's module does not."""
     for of in ("model", "elsewhere"):
