@@ -1,5 +1,5 @@
 // The launch record of a call. It is decided from the shape and the card's figures alone, so that the host never waits
-// for cu_seqlens. Where only cu_seqlens have the lengths, chunk_plan decides on the device whether sequences are cut.
+// for cu_seqlens. Where only cu_seqlens have the lengths, chunk_plan decides on the device whether a batch is long.
 //
 // candidates.h lists the paths of a call, override.h forces some, cost_model.h predicts the time of each. The dispatch
 // takes the fastest; forward.cpp or backward.cpp follows its record.
@@ -20,7 +20,7 @@ struct OneKernelOverSegments {  // the maps of the heads that need them, then fu
 struct TwoKernels {    // chunk_matrices and chunk_forward, with the maps of all heads between if there are segments
   int64_t value_tile;  // rows of S^T per CTA
   int64_t segment_chunks = 0;      // 0: whole sequences
-  int64_t long_tile = value_tile;  // the rows in a long batch, see Dispatch::cut_above; others: both tiles are launched
+  int64_t long_tile = value_tile;  // the rows in a long batch (Dispatch::cut_above). If it differs, both are launched
 };
 using ForwardPath = std::variant<OneKernel, OneKernelOverSegments, TwoKernels>;
 
