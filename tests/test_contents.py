@@ -179,8 +179,8 @@ FIRST_SLOTS = """
 def mask(*flags):
     return torch.tensor([flags] * 2, device=DEVICE).T.contiguous()[:, 1]  # strided
 
-def check(slot, is_read, flags=None, first=(2, 1, 6, 8), **changes):
-    given = {"initial_state_indices": torch.tensor(first, device=DEVICE) if first else None}
+def check(slot, is_read, flags=None, first=(2, 1, 6, 8), null_index=-1, **changes):
+    given = {"initial_state_indices": torch.tensor(first, device=DEVICE) if first else None, "null_index": null_index}
     given["has_initial_state"] = mask(*flags) if flags else None
     text = f"state_pool[{slot}][1, 0, 5] is nan, expected a finite number" if is_read else "nothing"
     expect(text, "prefill_gated_delta_rule", state_pool=((slot, 1, 0, 5), NAN), given=given, **changes)
@@ -196,6 +196,9 @@ check(5, True, flags=(False, False, True, True), first=None)
 check(5, False, flags=(True, True, True, False), first=None)
 check(8, False, state_indices=(3, -1))
 check(5, False, first=(2, 1, 6, -1))
+check(0, True, first=(2, 1, 6, 0))
+check(0, False, first=(2, 1, 6, 0), null_index=0)
+check(1, False, null_index=0)  # of sequence 1, whose slot is 0
 for index in (9, 100):
     changes = {"given": {"initial_state_indices": torch.tensor((2, 1, 6, index), device=DEVICE)}}
     expect(f"initial_state_indices[3] is {index}, expected 0 to 8", "prefill_gated_delta_rule", **changes)

@@ -465,6 +465,20 @@ def test_checkpoints(device, case, every, kept):
         assert torch.equal(actual_rows, torch.stack([*rows, torch.zeros_like(initial[0])]))
 
 
+def test_checkpoints_beside_the_window_they_start_from(device):
+    """The last window replaces the initial one, of which checkpoints after a few tokens still have columns."""
+    case = Case((5, 1, 2), state_dtype=BF16)
+    inputs = make_inputs(case, device)
+    arguments = {x: inputs[x] for x in ("x", "weight", "bias", "cu_seqlens")} | {"checkpoint_every": 1}
+    pool, apart = make_pool(case, device), make_pool(case, device)
+    kept, expected = (torch.zeros(8, case.D, 3, dtype=BF16, device=device) for _ in range(2))
+    first, last = torch.tensor([3, 4, 5], device=device), torch.tensor([6, 7, 0], device=device)
+    flash_qla.prefill_causal_conv1d(**arguments, state_pool=pool, state_indices=first, checkpoints=kept)
+    of_apart = {"state_pool": apart, "state_indices": last, "initial_state_indices": first, "checkpoints": expected}
+    flash_qla.prefill_causal_conv1d(**arguments | of_apart)
+    assert torch.equal(kept, expected) and torch.equal(pool[first], apart[last])
+
+
 # Errors
 
 

@@ -175,7 +175,8 @@ CASES = (
     Case(kept_rows=(0, 2, 1, 3), with_bias=False, with_dt_bias=False, K=64, V=72),
     *(Case(kept_rows=(0, 1, 2, 3), kept=(kept,)) for kept in ("states", "windows")),
     Case(kept_rows=(0, 2, 1, 3), sliding=True, update_state=False),
-    Case(lengths=(4, 1, 0, 2), kept_rows=(0, 2, -1, 3), sliding=True, columns_last=False),
+    # Without tokens a sequence may have the slot and the row of another
+    Case(lengths=(4, 1, 0, 2), indices=(4, 0, 4, 2), kept_rows=(0, 2, 2, 3), sliding=True, columns_last=False),
     Case(**TREE | {"kept_rows": (0, 1, 2, 3)}, kept=("windows",)),
     Case(lengths=(8, 1, 7), indices=(3, 5, 0), columns=4, K=120, V=264, H_k=1, H_v=1, kept_rows=(3, 0, 1), steps=8),
     Case(lengths=(3, 2), indices=(1, 0), state_dtype=torch.float8_e4m3fn, options=(("null_index", 0),)),

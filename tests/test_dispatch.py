@@ -234,7 +234,11 @@ def test_calls_without_a_plan():
             decisions[N] = _C.forward_dispatch(1, 64 * N, N, 2, 8, varlen=True)
         assert decisions[N].fused and decisions[N].planned == (8 * N > 132), N  # SMs
         assert (decisions[N].workspace_bytes == 0) == (not decisions[N].planned), N
-    assert _C.forward_dispatch(1, 64, 1, 2, 8, low_level=True).planned
+    for N in (32, 33):  # a warp sorts 32 sequences
+        assert _C.forward_dispatch(1, 64 * N, N, 2, 4, varlen=True).planned == (N > 32), N
+    assert not _C.forward_dispatch(1, 64, 1, 2, 8).planned
+    for option in ({"low_level": True}, {"checkpoint_every": 64}):  # chunks that begin anew are the plan's to find
+        assert _C.forward_dispatch(1, 64, 1, 2, 8, **option).planned, option
     assert _C.forward_dispatch(1, 32768, 1, 2, 8).planned
 
 

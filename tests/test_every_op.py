@@ -160,10 +160,11 @@ def test_any_layout(device, name, layout, options):
 
 
 @every_op
-def test_any_strides(device, name):
+@pytest.mark.parametrize("options", ({}, ALL_INSIDE), ids=("ready", "inside"))
+def test_any_strides(device, name, options):
     """The same bits, though no two neighbours of any tensor that is read lie side by side: weights, windows, gates,
     states, tables and flags too."""
-    call = make_call(name, device)
+    call = make_call(name, device, **options)
     if "has_initial_state" in names_of_arguments(name):
         call.arguments["has_initial_state"] = torch.tensor([True, False, True, True], device=device)
     read = {x: y for x, y in call.arguments.items() if torch.is_tensor(y) and x not in {*IN_PLACE, "g_cache"}}

@@ -59,6 +59,16 @@ def test_gaps_within_a_state(device, name):
 
 
 @pytest.mark.parametrize("name", WITH_POOL)
+def test_gaps_between_heads(device, name):
+    arguments = arguments_of(name, device, H_k=2, H_v=2)
+    for states in (x for x in STATES if x in arguments and x not in WINDOWS and arguments[x].dim() >= 4):
+        *outer, rows, columns = arguments[states].shape
+        x = arguments[states].new_zeros(*outer, rows + 1, columns)[..., :rows, :]
+        with pytest.raises(RuntimeError, match=f"{states} has strides .* contiguous"):
+            run(name, arguments | {states: x})
+
+
+@pytest.mark.parametrize("name", WITH_POOL)
 def test_strides_of_dimensions_of_size_1(device, name):
     """Any stride does there: the pool is contiguous."""
     for heads in ({"H_k": 1, "H_v": 1}, {}):

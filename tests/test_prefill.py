@@ -202,7 +202,7 @@ def test_checkpoints_of_longer_sequences(device, every):
 def check_checkpoints(device: str, sizes: dict, every: int, pool_dtype: torch.dtype, is_right) -> None:
     """`is_right` compares states with those of shorter prefills."""
     case = Case(**sizes, lengths=(70, 0, 130, 64, 1, 300, 128), padding=5)  # the last one ends with a checkpoint
-    arguments = make_arguments(case, pool_dtype, device=device)
+    arguments = make_arguments(case, pool_dtype, gap=16, device=device)
     arguments["state_indices"][3] = -1  # a whole checkpoint and no more, without a slot
     before, of_tokens = copied(arguments["state_pool"]), ("q", "k", "v", "g", "beta")
     slots = arguments["state_indices"].tolist()
