@@ -43,9 +43,9 @@ class DecodeRegion {
   // Whether causal_conv1d on a pool is the convolution of the call.
   bool is_plain() const;
 
-  // Runs the parts of a plain call one after the other, and returns the op's result. A call that raises changes nothing:
-  // the parts' memory is allocated before Decode, which checks its call before it writes states; windows are written
-  // last.
+  // Runs the parts of a plain call one after the other, and returns the op's result. A call that raises changes
+  // nothing: the parts' memory is allocated before Decode, which checks its call before it writes states; windows are
+  // written last.
   template <auto Convolve, auto StoreWindows, auto Decode, auto Norm>
   Tensor run_parts() const {
     Convolution convolution = convolution_;
@@ -70,7 +70,7 @@ class DecodeRegion {
 
  private:
   void make_convolution(const DecodeArguments& rule, int64_t B, int64_t T, int64_t D);
-  DecodeCall rule_on(const Tensor& x, Tensor o) const;  // a call whose result is written to o
+  DecodeCall rule_on(const Tensor& x, Tensor o) const;       // a call whose result is written to o
   NormCall norm_of(const Tensor& o, const Tensor& y) const;  // of contiguous tensors
 
   const char* op_;

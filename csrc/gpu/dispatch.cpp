@@ -44,20 +44,19 @@ template <typename DirectionShape, typename Path>
 Dispatch decide_common(const DirectionShape& shape, const Override& forced, const Choice<Path>& choice) {
   const int64_t chunks = chunk_slots(shape.B, shape.T, shape.N, shape.varlen, run_of(shape));
   const int64_t segment_chunks = segment_chunks_of(choice.path);
-  return {
-      .segment_chunks = segment_chunks,
-      .cut_above =
-          forced.sets_cut_above() ? forced.cut_above : cut_above(shape, choice.path, always_cut(shape, forced)),
-      .chunk_slots = chunks,
-      .segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, segment_chunks),
-      .heads_per_cta = heads_per_cta(shape, chunks),
-      .early_ctas = early_ctas(shape),
-      .over_ranks = shape.over_ranks,
-      .portable = shape.portable,
-      .short_maps_last = false,
-      .planned = true,
-      .workspace_bytes = 0,
-      .predicted_us = choice.us};
+  return {.segment_chunks = segment_chunks,
+          .cut_above =
+              forced.sets_cut_above() ? forced.cut_above : cut_above(shape, choice.path, always_cut(shape, forced)),
+          .chunk_slots = chunks,
+          .segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, segment_chunks),
+          .heads_per_cta = heads_per_cta(shape, chunks),
+          .early_ctas = early_ctas(shape),
+          .over_ranks = shape.over_ranks,
+          .portable = shape.portable,
+          .short_maps_last = false,
+          .planned = true,
+          .workspace_bytes = 0,
+          .predicted_us = choice.us};
 }
 
 // Whether segment_maps (1 direction) or backward_maps (2) computes short maps last. That pays if the CTAs exceed the

@@ -216,12 +216,10 @@ void add_classes(py::module_& module) {
              "other batch.")
       .field("long_tile", &Override::long_tile,
              "With value_tile and cut_above: the value rows per CTA in a long batch; 0: the same.")
-      .constructor(
-          [](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above, int64_t long_tile) {
-            return Override{value_tile, segment_chunks, fused, cut_above, long_tile};
-          },
-          strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1, strict("cut_above") = 0,
-          strict("long_tile") = 0);
+      .constructor([](int64_t value_tile, int64_t segment_chunks, int64_t fused, int64_t cut_above,
+                      int64_t long_tile) { return Override{value_tile, segment_chunks, fused, cut_above, long_tile}; },
+                   strict("value_tile") = 0, strict("segment_chunks") = -1, strict("fused") = -1,
+                   strict("cut_above") = 0, strict("long_tile") = 0);
 }
 
 void add_functions(py::module_& module) {
