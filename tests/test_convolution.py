@@ -466,7 +466,7 @@ def test_checkpoints(device, case, every, kept):
 
 
 def test_checkpoints_beside_the_window_they_start_from(device):
-    """The last window replaces the initial one, of which checkpoints after a few tokens still have columns."""
+    """The last window replaces the initial one. The first checkpoints still need columns of that one."""
     case = Case((5, 1, 2), state_dtype=BF16)
     inputs = make_inputs(case, device)
     arguments = {x: inputs[x] for x in ("x", "weight", "bias", "cu_seqlens")} | {"checkpoint_every": 1}

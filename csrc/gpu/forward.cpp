@@ -196,7 +196,7 @@ class Forward {
                               {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
-  // if_long: only batches of which this is Plan::is_long; or kAny.
+  // if_long: the kernel works if the plan's is_long has this value; kAny: in every batch.
   static constexpr int kAny = -1;
   void chunk_forward(int64_t value_tile, int64_t ctas, int if_long) const {
     kernels::chunk_forward({.chunks = pass_.chunks(),
