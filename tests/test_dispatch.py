@@ -188,6 +188,14 @@ def test_device_is_left_the_choice_of_a_tile():
     assert (known.value_tile, known.long_tile, known.segment_chunks) == (64, 64, 0)
     without = _C.forward_dispatch(1, 32768, 2, 16, 32, over_ranks=True, **card)
     assert without.value_tile == without.long_tile
+    with forced_dispatch(forward={"segment_chunks": 64}):  # every batch is long then
+        forced = _C.forward_dispatch(1, 32768, 2, 16, 32, **card)
+    assert forced.value_tile == forced.long_tile
+    with forced_dispatch(forward={"value_tile": 64, "long_tile": 128, "cut_above": 300}):
+        whole = _C.forward_dispatch(1, 32768, 2, 16, 32, auto_cp=False, **card)
+        one = _C.forward_dispatch(1, 32768, 2, 16, 32, max_seqlen=16384, auto_cp=False, **card)
+    assert (whole.long_tile, whole.segment_chunks, whole.cut_above) == (128, 0, 300)
+    assert (one.long_tile, one.cut_above) == (64, 0)
 
 
 @pytest.mark.parametrize("portable", (False, True))

@@ -55,9 +55,10 @@ void require_tile(const ForwardShape& shape, int64_t forced) {
   }
 }
 
-// Whether the device may choose between both tiles. Over ranks all batches are cut.
-bool may_have_two_tiles(const ForwardShape& shape) {
-  return device_knows_more(shape) && !shape.over_ranks && has_tile(shape, kNarrowTile);
+// Whether the device may choose between both tiles. Not where every batch counts as long: over ranks, or by `forced`.
+bool may_have_two_tiles(const ForwardShape& shape, const Override& forced) {
+  return device_knows_more(shape) && !shape.over_ranks && (!forced.always_cuts() || forced.long_tile > 0) &&
+         has_tile(shape, kNarrowTile);
 }
 
 bool can_fuse(const ForwardShape& shape) {
@@ -151,13 +152,14 @@ std::vector<ForwardPath> paths_of(const ForwardShape& shape, const Override& for
   }
   require_tile(shape, forced.value_tile);
   require_tile(shape, forced.long_tile);
+  const bool two_tiles = may_have_two_tiles(shape, forced);
   for (const int64_t segment_chunks : segmentations(shape, forced)) {
     if (can_fuse(shape)) {
       paths.push_back(segment_chunks == 0 ? ForwardPath{OneKernel{}} : OneKernelOverSegments{segment_chunks});
     }
     for (const int64_t tile : {int64_t{kNarrowTile}, int64_t{kWideTile}}) {
       for (const int64_t long_tile : {int64_t{kNarrowTile}, int64_t{kWideTile}}) {
-        if (has_tile(shape, tile) && (tile == long_tile || may_have_two_tiles(shape))) {
+        if (has_tile(shape, tile) && (tile == long_tile || two_tiles)) {
           paths.push_back(TwoKernels{tile, segment_chunks, long_tile});
         }
       }

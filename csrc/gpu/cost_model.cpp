@@ -48,8 +48,8 @@ constexpr double kWider = 1.7, kWiderScan = 4;
 // Only the device knows the gates. The model assumes that this part of the maps is exact. In the benchmarks all maps of
 // a quarter of the heads are, and short ones of the others.
 constexpr double kExact = 0.41;
-// If only cu_seqlens have the lengths: the weight of batches in which one sequence has half of all tokens (of two 7/8);
-// the others have equal sequences.
+// If only cu_seqlens have the lengths: the weight of batches in which one sequence has half of all tokens, or 7/4 of
+// the average if that is more; the others have equal sequences.
 constexpr double kSkewed = 0.1;
 
 // The model's batch: one sequence of `longest` chunks, and the others of `rest` chunks each.
@@ -342,7 +342,7 @@ double predict_batch(const ForwardShape& shape, const TwoKernels& path, const Le
   const int64_t tile = is_long ? path.long_tile : path.value_tile;
   const Schedule s = schedule(shape, chunks, is_long ? path.segment_chunks : 0, tile);
   return chunk_matrices_us(shape, s) + chunk_forward_us(shape, tile, s) +
-         with_maps_us(shape, s, path.segment_chunks, is_long, 1) + (path.value_tile != path.long_tile ? kIdle : 0);
+         with_maps_us(shape, s, path.segment_chunks, is_long, 1) + (has_two_tiles(path) ? kIdle : 0);
 }
 
 double predict_batch(const ForwardShape& shape, const BackwardPath& path, const Lengths& chunks, bool cut) {
@@ -381,7 +381,7 @@ double expected(const ForwardShape& shape, const Path& path, bool always_cut) {
   }
   // No sequence has more chunks than all tokens fill, which are fewer than N where sequences are shorter than a chunk.
   const auto all_tokens = static_cast<double>(ceil_div(shape.B * shape.T, kChunk));
-  const double half = std::min(std::max(2 * 7.0 / 8, static_cast<double>(shape.N) / 2) * chunks, all_tokens);
+  const double half = std::min(std::max(7.0 / 4, static_cast<double>(shape.N) / 2) * chunks, all_tokens);
   // Of two tiles one is for equal sequences.
   const auto time = [&](double longest, bool is_long) {
     return has_two_tiles(path) ? predict_batch(shape, path, lengths(shape, longest), is_long)

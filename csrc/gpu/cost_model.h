@@ -14,7 +14,7 @@ namespace flash_qla {
 double predict(const ForwardShape& shape, const ForwardPath& path, bool always_cut);
 double predict(const BackwardShape& shape, const BackwardPath& path, bool always_cut);
 
-// Dispatch::cut_above: the most chunks of a longest sequence with which the batch is faster as another than as long.
+// Dispatch::cut_above: the most chunks of a longest sequence with which the batch is faster if it is not long.
 int64_t cut_above(const ForwardShape& shape, const ForwardPath& path, bool always_cut);
 int64_t cut_above(const BackwardShape& shape, const BackwardPath& path, bool always_cut);
 

@@ -44,9 +44,9 @@ template <typename DirectionShape, typename Path>
 Dispatch decide_common(const DirectionShape& shape, const Override& forced, const Choice<Path>& choice) {
   const int64_t chunks = chunk_slots(shape.B, shape.T, shape.N, shape.varlen, run_of(shape));
   const int64_t segment_chunks = segment_chunks_of(choice.path);
+  const bool is_forced = forced.sets_cut_above() && (segment_chunks > 0 || has_two_tiles(choice.path));
   return {.segment_chunks = segment_chunks,
-          .cut_above =
-              forced.sets_cut_above() ? forced.cut_above : cut_above(shape, choice.path, always_cut(shape, forced)),
+          .cut_above = is_forced ? forced.cut_above : cut_above(shape, choice.path, always_cut(shape, forced)),
           .chunk_slots = chunks,
           .segments = segment_slots(shape.B, shape.T, shape.N, shape.varlen, segment_chunks),
           .heads_per_cta = heads_per_cta(shape, chunks),
@@ -106,8 +106,8 @@ BackwardDispatch decide(const BackwardShape& shape, const Override& forced) {
 bool may_cut(const ForwardShape& shape) { return shape.auto_cp && !shape.batch_invariant && !shape.resumable; }
 bool may_cut(const BackwardShape& shape) { return shape.auto_cp; }
 
-// Keeps the last decision, because a decision compares up to a hundred candidates, and all layers of a model call with
-// one shape.
+// Keeps the last decision, because a decision compares up to three hundred candidates, and all layers of a model call
+// with one shape.
 template <typename Record, typename DirectionShape>
 Record decide_once(const DirectionShape& shape, Override forced) {
   struct Decision {
@@ -117,7 +117,8 @@ Record decide_once(const DirectionShape& shape, Override forced) {
   };
   thread_local std::optional<Decision> last;
   if (!may_cut(shape) && forced.segment_chunks != 0) {
-    forced.segment_chunks = forced.cut_above = forced.long_tile = 0;
+    forced.segment_chunks = 0;
+    forced.cut_above = forced.long_tile > 0 ? forced.cut_above : 0;
   }
   if (!last || last->shape != shape || last->forced != forced) {
     last = {shape, forced, decide(shape, forced)};

@@ -50,7 +50,7 @@ inline bool has_two_tiles(const ForwardPath& path) { return value_tile_of(path) 
 // The decisions of both directions.
 struct Dispatch {
   int64_t segment_chunks;  // chunks per segment; 0: whole sequences
-  int64_t cut_above;       // a batch is long if a sequence has more chunks. The device cuts no others
+  int64_t cut_above;       // a batch is long if a sequence has more chunks than this. The device cuts long batches only
   int64_t chunk_slots;     // see plan.h
   int64_t segments;        // segment slots, see plan.h
   int64_t heads_per_cta;   // of chunk_matrices: value heads of a group that share a CTA's K K^T and Q K^T
@@ -71,8 +71,9 @@ struct Dispatch {
 
 struct ForwardDispatch : Dispatch {
   ForwardPath path;
-  bool early;         // of fused_forward: every CTA finds its first segment by itself
-  int64_t ctas;       // of the last kernel; chunk_forward and fused_forward are persistent: at most one CTA per SM
+  bool early;    // of fused_forward: every CTA finds its first segment by itself
+  int64_t ctas;  // of the last kernel with value_tile; chunk_forward and fused_forward are persistent: at most one CTA
+                 // per SM
   int64_t long_ctas;  // the same with long_tile
 
   bool is_only_fused() const { return std::holds_alternative<OneKernel>(path); }

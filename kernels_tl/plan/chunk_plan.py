@@ -81,7 +81,7 @@ def has_long_sequence(sequences, N, cut_above):
             # Invalid offsets may give any difference. Both choices are safe.
             if offset_of(sequences, n + 1) - offset_of(sequences, n) > T.Cast("int64", cut_above) * C:
                 is_long = 1
-        is_long = T.call_extern("int32", "__syncthreads_or", is_long)
+        is_long = T.Select(T.call_extern("int32", "__syncthreads_or", is_long) != 0, 1, 0)
     return is_long
 
 
