@@ -43,11 +43,12 @@ struct Cluster {
 };
 
 // As many CTAs as a cluster may have if the SMs hold all of them at a time. Else half as many, because each CTA
-// computes q and k. A CTA has wave_rows value rows at a time.
+// computes q and k. A CTA has wave_rows value rows at a time. At least two, of which one may have no rows: memcheck
+// reports what a CTA sends in a cluster of one as invalid.
 Cluster cluster_of(const DecodeCall& rule, int64_t at_a_time, int64_t wave_rows) {
-  const int64_t waves = ceil_div(values_of(rule), wave_rows), most = std::min<int64_t>(kRegionCtas, waves);
+  const int64_t waves = ceil_div(values_of(rule), wave_rows), most = std::clamp<int64_t>(waves, 2, kRegionCtas);
   int64_t ctas = std::bit_floor(static_cast<uint64_t>(most));
-  if (ctas > 1 && rule.N * rule.H_k * ctas > at_a_time) {
+  if (ctas > 2 && rule.N * rule.H_k * ctas > at_a_time) {
     ctas /= 2;
   }
   return {.ctas = ctas, .rows = ceil_div(waves, ctas) * wave_rows};
