@@ -79,14 +79,19 @@ std::vector<int64_t> segmentations(const ForwardShape& shape, const Override& fo
     return {0};
   }
   std::vector<int64_t> candidates = {0};
+  const auto add = [&](int64_t segment_chunks) {
+    if (std::ranges::find(candidates, segment_chunks) == candidates.end()) {
+      candidates.push_back(segment_chunks);
+    }
+  };
   // Parts of the longest sequence; if it is unknown, of the average one, and of a sequence that has all tokens.
   const int64_t chunks = longest_chunks(shape), all_chunks = chunks * shape.N;
   for (int64_t parts = 2; parts <= 64; parts += std::max<int64_t>(parts / 8, 1)) {
     if (2 * parts <= chunks + 1) {
-      candidates.push_back(ceil_div(chunks, parts));
+      add(ceil_div(chunks, parts));
     }
     if (device_knows_more(shape) && 2 * parts <= all_chunks + 1) {
-      candidates.push_back(ceil_div(all_chunks, parts));
+      add(ceil_div(all_chunks, parts));
     }
   }
   if (shape.over_ranks && candidates.size() > 1) {
