@@ -29,7 +29,12 @@ class Noise:
         y[0] = 1
         if self.dtype == FP64:  # as exact as the first run: they differ by the rounding of both
             y[1].sub_(1).div_(self.scale).add_(1)
-        y *= x
+        if self.dtype == FP16:  # below `tiny` rounding takes as much as there, at most the whole number
+            tiny = torch.finfo(FP16).tiny
+            small = x + (y - 1) / off * x.abs().clamp_max(off * tiny)
+            y = torch.where(x.abs() < tiny, small, y * x)
+        else:
+            y *= x
         if self.dtype != FP64:
             near = x[1].to(self.dtype).to(FP64)
             y[1] = torch.where(near.isinf(), x[1], near)  # the exact number beyond the dtype's range
