@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fuzz
 import pytest
+import rounded_runs
 import torch
 import trials
 from card import release
@@ -62,6 +63,16 @@ def test_short_run_on_the_gpu():
         if trial.op == "chunk":
             trials.run(trial, "cuda")
             release()
+
+
+def test_rounding_of_small_numbers():
+    """In fp16 it takes up to half of the smallest step, and at most the number; 0 stays 0."""
+    step = 2.0**-24
+    numbers = torch.tensor([0.0, 1e-320, 1e-9, 3.3 * step, 1e-4, 1.0], dtype=torch.float64)
+    runs = rounded_runs.Noise(torch.float16, "cpu", 200, 0)(numbers.expand(200, -1))
+    most = torch.tensor([0, 1e-320, 1e-9, step / 2, 2**-11 * 1e-4, 2**-11], dtype=torch.float64)
+    errors = (runs[2:] - numbers).abs().max(0).values  # without the exact run, and that to the nearest
+    assert ((errors <= most) & (errors >= 0.9 * most)).all()
 
 
 def scaled(name, factor):
