@@ -32,6 +32,8 @@ NOT_LONG = "not long"
 
 # Workers take these files first, so that none of them ends late.
 COSTLY = (
+    "test_fla.py",
+    "test_export.py",
     "test_emulator.py",
     "test_emulator_portable.py",
     "test_wheel.py",
@@ -65,12 +67,19 @@ def pytest_unconfigure(config):
         config.stash[LOCKS].cleanup()
 
 
+def turn(item) -> int:
+    """Tests that need the whole card come last, because each waits until no other test runs."""
+    if item.get_closest_marker("whole_card"):
+        return len(COSTLY) + 1
+    return COSTLY.index(item.path.name) if item.path.name in COSTLY else len(COSTLY)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("build"):
             item.add_marker("long")
-    items.sort(key=lambda item: COSTLY.index(item.path.name) if item.path.name in COSTLY else len(COSTLY))
+    items.sort(key=turn)
     reason = no_gpu_reason(config)
     of_hopper = "is about Hopper's own kernels" if config.getoption("--kernels") == "portable" else None
     for item in items:
@@ -84,7 +93,8 @@ def pytest_cmdline_main(config):
     """The whole suite leaves out the tests marked long, unless -m or -k selects tests. It runs on all cores, a worker
     of pytest-xdist each, unless -n or --pdb says otherwise.
 
-    Workers share a GPU's memory, so on a machine with a GPU -n stays the caller's choice.
+    Workers share a GPU's memory, so on a machine with a GPU -n stays the caller's choice. They take two tests at a
+    time, or one of them would have all of a costly file.
     """
     option = config.option
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
@@ -95,6 +105,7 @@ def pytest_cmdline_main(config):
     if no_gpu_reason(config) and is_whole and option.numprocesses is None and not option.usepdb:
         option.numprocesses, option.dist, option.loadscopereorder = len(os.sched_getaffinity(0)), "loadfile", False
     if option.numprocesses:
+        option.maxschedchunk = option.maxschedchunk or 2
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # or each worker has as many threads as there are cores
 
 

@@ -5,10 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from card import Card
-from conftest import SYS_PATH
+from conftest import COSTLY, SYS_PATH, turn
 
 CHECKS = """
 import pytest
@@ -52,6 +53,17 @@ def test_no_module_of_the_tests_puts_the_checkout_first():
     """The processes that tests start take over sys.path, where a checkout in front hides the installed package."""
     root = str(Path(__file__).parent.parent)
     assert root in SYS_PATH or root not in sys.path[: len(SYS_PATH)]
+
+
+def test_turns():
+    """Files that cost much come first. Tests that need the whole card are last, in these files too."""
+
+    def item(file, *markers):
+        return SimpleNamespace(path=Path(file), get_closest_marker=lambda name: name if name in markers else None)
+
+    whole, other = (item(COSTLY[1], "gpu", "whole_card"), item("test_selection.py", "gpu"))
+    second, first = item(COSTLY[1], "gpu"), item(COSTLY[0])
+    assert sorted((whole, other, second, first), key=turn) == [first, second, other, whole]
 
 
 @pytest.mark.parametrize(
