@@ -7,6 +7,7 @@ longer is about what the statement costs: nothing if it hides behind others. The
 A statement is a call of a device function in the kernel's CUDA source, the instructions of one WGMMA product, or a line
 of HEADER_STATEMENTS. Statements that wait, signal or end a CTA are left out. A variant with the code of the kernel
 itself says that the compiler removed the second run. `build` also makes a library that takes variants from a folder.
+`run` needs nvidia-ml-py too, for the energy of a call.
 """
 
 from __future__ import annotations
@@ -171,6 +172,8 @@ def build_library(out: Path) -> None:
     shutil.rmtree(tree)
 
 
+CALLS_OF_GRAPH = 8
+COLUMNS = {"us": "us in a row", "short_us": "us short", "mJ": "mJ"}
 GROUP = 8  # processes that start at the same time; their calls are timed one after the other
 
 
@@ -180,9 +183,37 @@ def send_environment(pipe) -> None:
     pipe.send(common.environment())
 
 
+def time_in_a_row(call, seconds: float) -> tuple[float, float]:
+    """Microseconds and millijoules of a call, of calls in a row after as many that settle the clock."""
+    import pynvml
+    import torch
+
+    pynvml.nvmlInit()
+    device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS_OF_GRAPH):
+            call()
+
+    def replay(times: int) -> tuple[float, float]:
+        torch.cuda.synchronize()
+        begin, energy = time.perf_counter(), pynvml.nvmlDeviceGetTotalEnergyConsumption(device)
+        for _ in range(times):
+            graph.replay()
+        torch.cuda.synchronize()
+        spent = time.perf_counter() - begin, pynvml.nvmlDeviceGetTotalEnergyConsumption(device) - energy
+        return 1e6 * spent[0] / (times * CALLS_OF_GRAPH), spent[1] / (times * CALLS_OF_GRAPH)
+
+    graph.replay()
+    us, _ = replay(5)
+    times = max(1, round(1e6 * seconds / (us * CALLS_OF_GRAPH)))
+    replay(times)
+    return replay(times)
+
+
 def time_variant(kernel: Kernel, pipe) -> None:
-    """Sends "ready" and then, on a message, the microseconds of a call: of short samples at a clock that rests, and of
-    long ones in a row."""
+    """Sends "ready" and then, on a message, the microseconds of a call, of short samples at a clock that rests, and of
+    calls in a row, with their energy."""
     import common
     import torch
     from backward import flash_qla_backward
@@ -205,10 +236,10 @@ def time_variant(kernel: Kernel, pipe) -> None:
         torch.cuda.synchronize()
         pipe.send("ready")
         pipe.recv()
-        in_a_row = common.time_graph(call, 5, 60.0)
+        us, energy = time_in_a_row(call, 0.8)
         time.sleep(0.3)
         short = common.time_graph(call, 5, 1.0)
-    pipe.send({"us": 1e3 * in_a_row[0], "short_us": 1e3 * short[0]})
+    pipe.send({"us": us, "short_us": 1e3 * short[0], "mJ": energy})
 
 
 def answer_of(pipe, seconds: float):
@@ -242,7 +273,7 @@ def time_group(records: list[dict], out: Path) -> list[dict]:
             times = answer_of(pipe, 30)
             process.kill()
             process.join()
-        results.append(times or {"us": None, "short_us": None})
+        results.append(times or dict.fromkeys(COLUMNS))
     return results
 
 
@@ -276,11 +307,10 @@ def run(out: Path, results: Path, only: str) -> None:
             times.append(record | of_variant)
             if not record["statement"]:
                 plain = of_variant
-                print(f"{record['kernel']}: us in a row, us short {tuple(plain.values())}", flush=True)
+                print(f"{record['kernel']}: {', '.join(COLUMNS.values())} {tuple(plain.values())}", flush=True)
             elif of_variant["us"] and plain["us"]:
-                more = [100 * (of_variant[name] / plain[name] - 1) for name in ("us", "short_us")]
-                spills = record["spills"] or ""
-                print(f"  {record['statement']:60} {more[0]:6.1f} % {more[1]:6.1f} %  {spills}", flush=True)
+                more = "".join(f" {100 * (of_variant[name] / plain[name] - 1):6.1f} %" for name in COLUMNS)
+                print(f"  {record['statement']:60}{more}  {record['spills'] or ''}", flush=True)
         results.write_text(json.dumps({"environment": environment, "variants": times}, indent=1))
 
 
