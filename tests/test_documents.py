@@ -79,6 +79,12 @@ def text_of(element) -> str:
     return "".join(element.itertext())
 
 
+@pytest.mark.parametrize("page", DOCUMENTS, ids=relative)
+def test_no_line_is_lost(page):
+    """MyST takes a line that begins with % for a comment, and leaves it out of the HTML."""
+    assert not re.search(r"^\s*%", page.read_text(), re.MULTILINE)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_formulas_are_whole(page):
     """Every letter and digit of a page's formulas is in what is typeset."""
