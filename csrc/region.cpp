@@ -55,10 +55,10 @@ Convolution make_convolution_of(const char* op, const RegionArguments& r, const 
   return call;
 }
 
-void check_out(const char* op, const Tensor& out, const Tensor& z) {
-  check_device(op, "out", out, z, "z");
-  check_same_dtype(op, "out", out, z, "z");
-  check_shape(op, "out", out, z.sizes(), "[B, T, H_v, V], like z");
+void check_like_z(const char* op, const char* name, const Tensor& x, const Tensor& z) {
+  check_device(op, name, x, z, "z");
+  check_same_dtype(op, name, x, z, "z");
+  check_shape(op, name, x, z.sizes(), "[B, T, H_v, V], like z");
 }
 
 }  // namespace
@@ -80,7 +80,7 @@ Region::Region(const char* op, RegionArguments arguments, Arguments rule, const 
     out_ = std::move(pool_->out);
     pool_->out.reset();
     if (out_) {
-      check_out(op, *out_, r.z);
+      check_like_z(op, "out", *out_, r.z);
     }
     check_prefill_call(op, rule_on<Arguments>(r.mixed), *pool_);
   } else {
@@ -119,8 +119,7 @@ NormArguments Region::norm_of(Tensor o) const {
 }
 
 NormCall Region::norm_backward() const {
-  check_device(op_, "o", arguments_.o, arguments_.mixed, kNames.x);
-  check_same_dtype(op_, "o", arguments_.o, arguments_.mixed, kNames.x);
+  check_like_z(op_, "o", arguments_.o, arguments_.z);
   NormArguments arguments = norm_of(arguments_.o);
   arguments.grad_y = arguments_.grad_y;
   return make_norm_call(op_, std::move(arguments), /*is_backward=*/true);

@@ -138,6 +138,15 @@ def all_cases(cases: list[Case], device: str) -> dict:
     return outputs
 
 
+def in_a_group_of_the_last_two(case: Case) -> dict | None:
+    """The outputs of the ranks of a group of ranks 1 and 2 alone."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    inputs, gradients = local_case(case, "contiguous", "cpu", group=group)
+    return {(case, "contiguous"): run(inputs, gradients)}
+
+
 def compiled(case: Case, device: str, backend: str) -> None:
     """A compiled call is one graph, with the results of an eager call, in each layout."""
     device = of_this_rank(device)

@@ -193,6 +193,10 @@ def longer(x: torch.Tensor, rows: int = 3) -> torch.Tensor:
 # The convolution before a prefill
 
 
+# Without one of these tensors an engine's own causal_conv1d_fn takes the call
+CONVOLUTION_TENSORS = ("conv_states", "query_start_loc", "cache_indices")
+
+
 def convolution_call(null_index: int, columns: int = 3) -> dict:
     """Arguments of the engines' causal_conv1d_fn, by its names: rows that are slices of a projection, windows with
     tokens before channels, and more slots and flags than sequences."""

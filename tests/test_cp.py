@@ -158,6 +158,13 @@ def test_states_between_ranks(world_size):
     run_on_ranks(world_size, cp_ranks.states_between_ranks, ONE)
 
 
+def test_a_group_of_some_ranks():
+    """The tokens are split among the ranks of the group that build_cp_context was given."""
+    alone, *of_ranks = run_on_ranks(3, cp_ranks.in_a_group_of_the_last_two, ONE)
+    assert alone is None
+    check(ONE, "contiguous", of_ranks)
+
+
 def test_what_may_be_left_out():
     run_on_ranks(2, cp_ranks.partly, ONE)
 

@@ -291,6 +291,7 @@ WRONG = {
     "mixed has 2 dimensions, expected 3 or 4": {"mixed": (3, 1024)},
     "z has shape": {"z": (3, 1, 4, 64)},
     "a has shape": {"a": (3, 1, 2)},
+    "b has shape [3, 1, 1, 4], expected [3, 1, 2, 2] ([B, T, H_k, H_v / H_k])": {"b": (3, 1, 1, 4)},
     "conv_weight has shape": {"conv_weight": (1024, 5)},
     "norm_weight has shape": {"norm_weight": (64,)},
     "window_pool has shape": {"window_pool": (SLOTS, 1024, 2)},

@@ -234,6 +234,28 @@ for _ in range(3):
     assert run_python(code, FLASH_QLA_QUIET="").count("slow path") == 1
 
 
+def test_slow_path_notice_of_every_function():
+    """Whichever is called first says it, but not gated_rms_norm, which has no recurrence."""
+    calls = {
+        "chunk_gated_delta_rule(x, x, x, g, g)": 1,
+        "chunk_gated_delta_rule_bwd(x, x, x, None, g, None, x, g_raw=g)": 1,
+        "prefill_gated_delta_rule(x, x, x, g, g, pool, slots)": 1,
+        "decode_gated_delta_rule(x, x, x, g, g, None, None, pool, slots)": 1,
+        "causal_conv1d(x[:, :, 0], torch.zeros(4, 4))": 1,
+        "prefill_causal_conv1d(x[:, :, 0], torch.zeros(4, 4), None, pool[:, 0, :, :3], slots)": 1,
+        "gated_rms_norm(x, x, x[0, 0, 0])": 0,
+    }
+    code = """
+import torch, flash_qla
+x, g, pool, slots = torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1), torch.zeros(2, 1, 4, 4), torch.tensor([1])
+for _ in range(2):
+    flash_qla.{call}
+"""
+    outputs = run_forks([code.format(call=call) for call in calls], FLASH_QLA_QUIET="")
+    for (call, times), output in zip(calls.items(), outputs, strict=True):
+        assert output.count("slow path") == times, f"{call}\n{output}"
+
+
 def test_slow_path_notice_is_a_python_warning():
     """Python's filters hold for it: also from a thread, and as an error, which is the call's and no other's."""
     code = """

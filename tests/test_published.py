@@ -154,6 +154,15 @@ def test_what_reaches_the_ops_with_ranks(enable_intra, auto_cp):
         assert call["cu_seqlens"] is context.cu_seqlens
 
 
+def test_copy_for_backward():
+    """It has the same tensors; what is set in the copy is not set in the context."""
+    context = build_cp_context(torch.tensor([0, 70, 73]), enable_intra=True)
+    copy = context.copy_for_backward()
+    assert copy.is_intra and copy.cu_seqlens is context.cu_seqlens
+    copy.is_intra, copy.cu_seqlens = False, None
+    assert context.is_intra and context.num_seqs == 2
+
+
 def test_context_of_no_offsets(device):
     """A batch of sequences of one length, or the offsets of the call."""
     tensors, options = inputs_of(Case(B=2, T=5), device)

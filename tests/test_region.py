@@ -281,3 +281,21 @@ def test_errors(name, wrong, text, device, errors_change_nothing):
     with pytest.raises(RuntimeError) as error:
         flash_qla.gated_delta_net(**arguments | {name: wrong(arguments.get(name))})
     assert f"flash_qla::gated_delta_net: {text}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "text"),
+    (
+        ("o", torch.Tensor.double, "o has dtype float64, expected bfloat16, the dtype of z"),
+        ("o", lambda x: x[:, :-1], "o has shape [1, 80, 2, 16], expected [1, 81, 2, 16] ([B, T, H_v, V], like z)"),
+        ("dy", lambda x: x[:, :-1], "dy has shape [1, 80, 2, 16], expected [1, 81, 2, 16] ([.., V], like o)"),
+        ("dy", torch.Tensor.long, "dy has dtype int64, expected "),
+    ),
+)
+def test_errors_of_the_backward(name, wrong, text, device):
+    arguments, _ = make(Case(), device)
+    del arguments["output_final_state"]
+    arguments |= {"o": torch.zeros_like(arguments["z"]), "dy": torch.zeros_like(arguments["z"])}
+    with pytest.raises(RuntimeError) as error:
+        torch.ops.flash_qla.gated_delta_net_bwd(**arguments | {name: wrong(arguments[name])})
+    assert f"flash_qla::gated_delta_net_bwd: {text}" in str(error.value)

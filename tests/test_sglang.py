@@ -522,6 +522,12 @@ def test_convolution_of_wider_windows(monkeypatch, caplog):
         sglang.causal_conv1d_fn(**engines.convolution_call(-1), block_table=torch.zeros(1), seq_lens_cpu=[1])
 
 
+@pytest.mark.parametrize("name", engines.CONVOLUTION_TENSORS)
+def test_convolution_without_a_tensor(name):
+    with pytest.raises(NotImplementedError, match=f"causal_conv1d_fn: {name} is None"):
+        sglang.causal_conv1d_fn(**engines.convolution_call(-1) | {name: None})
+
+
 # Each argument
 
 L2NORM = {"use_qk_l2norm_in_kernel": (False, "use_qk_l2norm_in_kernel")}

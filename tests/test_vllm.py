@@ -513,6 +513,12 @@ def test_convolution_of_drafts(monkeypatch, caplog):
         vllm.causal_conv1d_fn(**arguments, initial_state_idx=arguments["cache_indices"])
 
 
+@pytest.mark.parametrize("name", engines.CONVOLUTION_TENSORS)
+def test_convolution_without_a_tensor(name):
+    with pytest.raises(NotImplementedError, match=f"causal_conv1d_fn: {name} is None"):
+        vllm.causal_conv1d_fn(**engines.convolution_call(0) | {name: None})
+
+
 def prepared(device: str, dtype=BF16) -> tuple[dict, dict]:
     """q, k, v, g and beta as a layer passes them on, and flash_qla's arguments for the same."""
     _, names = preparation_step(dtype)

@@ -412,9 +412,9 @@ def test_a_release_with_another_layer(monkeypatch, caplog):
     original = module.Layer.one
     for names, works in ((["Layer.one"], True), (["Layer.one", "Layer.two"], False), (["Layer.three"], False)):
         ours = replacement(*names)
-        ours.use()
-        ours.use()
-        assert module.function(0) == 10 and module.Layer().one() == (11 if works else 1)
+        for _ in range(2):
+            ours.use()
+            assert module.function(0) == 10 and module.Layer().one() == (11 if works else 1)
         assert works or f"engine keeps its own layer: engine.{names[-1]}" in caplog.text
         ours.restore()
         assert module.function(0) == 1 and module.Layer.one is original
