@@ -43,15 +43,15 @@ struct Cluster {
 };
 
 // As many CTAs as a cluster may have if the SMs hold all of them at a time. Else half as many, because each CTA
-// computes q and k. A CTA has wave_rows value rows at a time. At least two, of which one may have no rows: memcheck
-// reports what a CTA sends in a cluster of one as invalid.
-Cluster cluster_of(const DecodeCall& rule, int64_t at_a_time, int64_t wave_rows) {
-  const int64_t waves = ceil_div(values_of(rule), wave_rows), most = std::clamp<int64_t>(waves, 2, kRegionCtas);
-  int64_t ctas = std::bit_floor(static_cast<uint64_t>(most));
-  if (ctas > 2 && rule.N * rule.H_k * ctas > at_a_time) {
-    ctas /= 2;
-  }
-  return {.ctas = ctas, .rows = ceil_div(waves, ctas) * wave_rows};
+// computes q and k, if a CTA then has at most `facts.rows`. A CTA has facts.wave_rows value rows at a time. At least
+// two, of which one may have no rows: memcheck reports what a CTA sends in a cluster of one as invalid.
+Cluster cluster_of(const DecodeCall& rule, int64_t at_a_time, const auto& facts) {
+  const int64_t waves = ceil_div(values_of(rule), facts.wave_rows), most = std::clamp<int64_t>(waves, 2, kRegionCtas);
+  const auto cluster = [&](int64_t ctas) { return Cluster{ctas, ceil_div(waves, ctas) * facts.wave_rows}; };
+  const int64_t ctas = std::bit_floor(static_cast<uint64_t>(most));
+  const Cluster half = cluster(ctas / 2);
+  const bool is_full = rule.N * rule.H_k * ctas > at_a_time;
+  return is_full && ctas > 2 && half.rows <= facts.rows ? half : cluster(ctas);
 }
 
 // mixed, z, a and b, in either form.
@@ -208,7 +208,7 @@ kernels::KeptWindows kept_windows_of(const std::optional<Tensor>& kept) {
 kernels::RegionGrid grid_of(const DecodeRegion& region, const auto& facts) {
   const DecodeCall& rule = region.rule();
   const int64_t at_a_time = gpu_of(region.arguments().mixed).card.sm_count * facts.ctas;
-  const Cluster cluster = cluster_of(rule, at_a_time, facts.wave_rows);
+  const Cluster cluster = cluster_of(rule, at_a_time, facts);
   const int64_t waves = has_dtype(rule.state_pool, ScalarType::Float) ? 1 : 2;
   return {.N = rule.N,
           .H_k = rule.H_k,

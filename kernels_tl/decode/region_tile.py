@@ -13,7 +13,7 @@ class RegionTile:
     ctas: int  # per SM, which registers and shared memory allow
     warps: int = DECODE_WARPS
     values: int = REGION_VALUES  # most value rows of a key head
-    rows: int = REGION_ROWS  # most of a CTA: a quarter of those, because a cluster may have eight CTAs or half of them
+    rows: int = REGION_ROWS  # most of a CTA; a quarter of those or more, because a cluster may have four CTAs
 
     @property
     def wave_rows(self):
@@ -23,7 +23,7 @@ class RegionTile:
     @property
     def facts(self):
         """What the host needs for the grid."""
-        return {"ctas": self.ctas, "values": self.values, "wave_rows": self.wave_rows}
+        return {"ctas": self.ctas, "values": self.values, "rows": self.rows, "wave_rows": self.wave_rows}
 
 
 ONE_TOKEN = RegionTile(ctas=6)
