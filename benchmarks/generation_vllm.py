@@ -41,10 +41,11 @@ FEATURES = {
     "ngram_triton": {"compilation_config": GRAPHS, "speculative_config": NGRAM},
     "mtp": {"compilation_config": GRAPHS, "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
 }
-# Modules of layers, and the functions in them that flash_qla replaces
+# Modules of layers, and the functions and methods in them that flash_qla replaces
 GDN = "vllm.model_executor.layers.mamba.gdn"
 REPLACED = {
     f"{GDN}.qwen_gdn_linear_attn": (
+        "QwenGatedDeltaNetAttention._forward_core_fused_norm_packed",
         "fla_chunk_gated_delta_rule",
         "fi_chunk_gated_delta_rule",
         "fused_recurrent_gated_delta_rule_packed_decode",
@@ -117,15 +118,18 @@ class Engine:
 def count_calls(calls: dict[str, int]) -> None:
     """Has the layers' functions count their calls: calls["total"], and calls["flash_qla"] of them."""
     for path, names in REPLACED.items():
-        module = sys.modules.get(path)
         for name in names:
-            function = getattr(module, name, None)
+            *class_names, name = name.split(".")
+            owner = functools.reduce(lambda x, name: getattr(x, name, None), class_names, sys.modules.get(path))
+            function = getattr(owner, name, None)
             if function is None:
                 continue
+            # A method that wraps another one has its __module__, and globals of its own.
+            module = getattr(function, "__globals__", {}).get("__name__", function.__module__)
 
-            def counted(*args, _function=function, **kwargs):
+            def counted(*args, _function=function, _is_ours=module.startswith("flash_qla"), **kwargs):
                 calls["total"] += 1
-                calls["flash_qla"] += _function.__module__.startswith("flash_qla")
+                calls["flash_qla"] += _is_ours
                 return _function(*args, **kwargs)
 
-            setattr(module, name, functools.wraps(function)(counted))
+            setattr(owner, name, functools.wraps(function)(counted))

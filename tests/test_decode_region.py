@@ -124,7 +124,7 @@ CASES = (
     Case(H_k=1, H_v=1, with_bias=False),
     Case(H_k=1, H_v=3, with_dt_bias=False),  # a CTA of the cluster has no rows
     Case(H_k=1, H_v=16, V=128),  # several turns
-    Case(H_k=2, H_v=2, V=32),  # rows for one of the two CTAs
+    Case(H_k=2, H_v=2, V=32),  # a cluster of one CTA
     Case(K=64, V=72, W=2),
     Case(K=8, V=264, W=3, columns=3),
     Case(K=120, V=512, H_k=1, H_v=2, columns=4),

@@ -204,7 +204,10 @@ class Backward {
          .cumulative = call_.is_cumulative(),
          .gate_gradients = d_.gate_gradients,
          .early_ctas = d_.early_ctas,
-         .head_blocks = head_blocks()},
+         .h = nullptr,
+         .has_h = false,
+         .head_blocks = head_blocks(),
+         .h_slots = 0},
         {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = d_.normalizes_inside, .portable = d_.portable}, stream_);
   }
 

@@ -43,15 +43,14 @@ struct Cluster {
 };
 
 // As many CTAs as a cluster may have if the SMs hold all of them at a time. Else half as many, because each CTA
-// computes q and k, if a CTA then has at most `facts.rows`. A CTA has facts.wave_rows value rows at a time. At least
-// two, of which one may have no rows: memcheck reports what a CTA sends in a cluster of one as invalid.
+// computes q and k, if a CTA then has at most `facts.rows`. A CTA has facts.wave_rows value rows at a time.
 Cluster cluster_of(const DecodeCall& rule, int64_t at_a_time, const auto& facts) {
-  const int64_t waves = ceil_div(values_of(rule), facts.wave_rows), most = std::clamp<int64_t>(waves, 2, kRegionCtas);
+  const int64_t waves = ceil_div(values_of(rule), facts.wave_rows), most = std::min<int64_t>(waves, kRegionCtas);
   const auto cluster = [&](int64_t ctas) { return Cluster{ctas, ceil_div(waves, ctas) * facts.wave_rows}; };
   const int64_t ctas = std::bit_floor(static_cast<uint64_t>(most));
   const Cluster half = cluster(ctas / 2);
   const bool is_full = rule.N * rule.H_k * ctas > at_a_time;
-  return is_full && ctas > 2 && half.rows <= facts.rows ? half : cluster(ctas);
+  return is_full && ctas > 1 && half.rows <= facts.rows ? half : cluster(ctas);
 }
 
 // mixed, z, a and b, in either form.

@@ -49,11 +49,6 @@ class Forward {
 
   // The part that needs no states. The fused kernel, which reads them, does not run over ranks.
   void begin() {
-    // Some slots of h may belong to no chunk, or to a sequence without a state.
-    if (call_.output_h && (call_.varlen || states_.presence.on_pool)) {
-      Tensor h = out_.h;
-      zero(h);
-    }
     if (d_.planned) {
       pass_.make_plan(states_, SegmentFlag::kLast, memory());
     }
@@ -109,6 +104,8 @@ class Forward {
             .has_A = call_.output_A,
             .has_g_cumsum = call_.output_A};
   }
+
+  int64_t h_slots() const { return call_.output_h ? call_.h_chunks : 0; }
 
   kernels::Gates gates() const { return gates_of(call_, call_.g, activations_of(call_, call_.g)); }
 
@@ -169,7 +166,10 @@ class Forward {
          .cumulative = false,
          .gate_gradients = false,
          .early_ctas = d_.early_ctas,
-         .head_blocks = 0},
+         .h = data_if(call_.output_h, out_.h),
+         .has_h = call_.output_h,
+         .head_blocks = 0,
+         .h_slots = h_slots()},
         {.dtype = pass_.dtype(), .K = pass_.K(), .normalize = call_.use_qk_l2norm, .portable = d_.portable}, stream_);
   }
 
@@ -192,7 +192,7 @@ class Forward {
                                .has_h = call_.output_h,
                                .value_tiles = value_tiles(call_.V, value_tile_of(d_.path)),
                                .rounds = states_.rounds,
-                               .h_slots = call_.output_h ? call_.h_chunks : 0},
+                               .h_slots = h_slots()},
                               {.dtype = pass_.dtype(), .K = pass_.K()}, stream_);
   }
 
@@ -210,7 +210,7 @@ class Forward {
                             .value_tiles = value_tiles(call_.V, value_tile),
                             .rounds = states_.rounds,
                             .if_long = if_long,
-                            .h_slots = call_.output_h ? call_.h_chunks : 0},
+                            .h_slots = h_slots()},
                            {.dtype = pass_.dtype(), .K = pass_.K(), .value_tile = value_tile}, stream_);
   }
 

@@ -143,18 +143,35 @@ struct RegionCta {
     using L = typename Rows::L;
     return L::lane() >= L::kLanes / 2 && L::lane() % (L::kLanes / (2 * L::kRows)) == 0;
   }
+  // The only CTA of its cluster writes o itself, because memcheck takes what it sends for invalid.
+  __device__ __forceinline__ bool is_alone() const { return share.ctas == 1; }
   // Sends o of a row, rounded, to the CTAs with rows of its head; nothing for rows from end_row() on.
   __device__ __forceinline__ void send_o(float* to, uint64_t* sent, int head, int row, float o) const {
-    const int first = quotient(head * sizes.V, share.inverse_rows);
-    const int last = quotient((head + 1) * sizes.V - 1, share.inverse_rows);
     if (row < end_row()) {
+      const float rounded = to_float(from_float(Element(), o));
+      if (is_alone()) {
+        to[row] = rounded;
+        return;
+      }
+      const int first = quotient(head * sizes.V, share.inverse_rows);
+      const int last = quotient((head + 1) * sizes.V - 1, share.inverse_rows);
       for (int rank = first; rank <= last; ++rank) {
-        send(to + row, to_float(from_float(Element(), o)), sent, rank);
+        send(to + row, rounded, sent, rank);
       }
     }
   }
-  // Bytes of a token's o of the heads that the CTA has rows of.
+  __device__ __forceinline__ void wait_for_o(uint64_t* sent) const {
+    if (is_alone()) {
+      __syncthreads();
+    } else {
+      wait_for_sent(sent);
+    }
+  }
+  // Bytes of a token's o that are sent: of the heads that the CTA has rows of.
   __device__ __forceinline__ int bytes_of_o() const {
+    if (is_alone()) {
+      return 0;
+    }
     const int rows = end_row() - share.first_row();
     const int heads = rows <= 0 ? 0 : head_of_row(end_row() - 1) - head_of_row(share.first_row()) + 1;
     return heads * sizes.V * static_cast<int>(sizeof(float));
@@ -250,7 +267,7 @@ struct DecodeRegion : RegionCta<Element, State, K> {
     wait_for_cluster();  // the barriers of all CTAs are there
     arrive_at_cluster();
     decode(gates, slot);
-    wait_for_sent(&shared.sent);
+    Cta::wait_for_o(&shared.sent);
     write_y();
     wait_for_cluster();  // all have read the windows
     write_windows(slot);

@@ -106,7 +106,7 @@ struct DecodeDrafts : RegionCta<Element, State, K, kWarps> {
     arrive_at_cluster();
     decode(begin, count, gates, slot);
     write_windows(count, columns, window_slot);  // behind the states' stores, which take longest
-    wait_for_sent(&shared.sent);
+    Cta::wait_for_o(&shared.sent);
     write_y(begin, count);
     wait_for_cluster();  // all have read the windows
 #pragma unroll 1

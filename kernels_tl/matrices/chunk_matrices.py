@@ -8,6 +8,7 @@
                                                    (common.block_row)
     A          [tokens, H_v, C]                    if requested (has_A): row i of a chunk's A at token i
     g_cumsum   [tokens, H_v] fp32                  if requested (has_g_cumsum): b
+    h          [h_slots, H_v, value_dim, key_dim]  if requested (has_h): zeros in slots of no chunk
     backward_gates  [chunk_slots, H_v, rows, C] fp32  in the backward: BackwardGate's; with the l2norm NormalizedGate's
     semaphores [chunk_slots * key parts, H_k]      in the backward: zeros, from which gradients/semaphores.cuh counts
     counters   [H_v / 8]                           zeros, for gate_gradients
@@ -52,6 +53,7 @@ from kernels_tl.core.common import (
     C,
     after,
     descriptor,
+    dims,
     element_type,
     extern,
     strides_of,
@@ -91,6 +93,7 @@ Full = T.GemmWarpPolicy.FullRow
 def chunk_matrices(dtype, K, normalize, portable):
     sizes = Sizes()
     H_v = sizes.H_v
+    (h_slots,) = dims("h_slots")
     element = element_type(dtype)
     tile = CHUNK_MATRICES[K]
     KEY_PARTS = key_parts(K)
@@ -127,6 +130,14 @@ def chunk_matrices(dtype, K, normalize, portable):
         begin = T.access_ptr(rows[chunk.row, head, 0], "w")
         stride, columns = T.Cast("int64", strides_of(rows)[0]), T.Cast("int32", rows.shape[2])
         return extern("clear_rows", begin, stride, columns, chunk.length)
+
+    @T.macro
+    def clear_states(h, slot, first, heads):
+        """Writes zeros to the states of a slot without a chunk."""
+        channels, rows = T.Cast("int32", sizes.key_dim), T.Cast("int32", sizes.value_dim)
+        for l in T.serial(heads):
+            states = T.access_ptr(h[slot, first + l, 0, 0], "w")
+            extern("clear_rows", states, T.Cast("int64", channels), channels, rows)
 
     @T.macro
     def clear_padding(chunk, first, heads, hk, leads, outputs, gradients, has_backward_gates, gate_gradients):
@@ -344,6 +355,8 @@ def chunk_matrices(dtype, K, normalize, portable):
         cumulative: T.int32,  # whether g is b, in fp32
         gate_gradients: T.int32,  # whether the kernel of that name runs: then it writes all of db and dg
         early_ctas: T.int32,
+        h: T.Tensor([h_slots, H_v, sizes.value_dim, sizes.key_dim], dtype),
+        has_h: T.int32,
     ):
         with T.Kernel(sizes.chunk_slots * T.truncdiv(H_v, heads), threads=THREADS, prelude=PRELUDE) as cta:
             tiles = make_tiles()
@@ -365,6 +378,8 @@ def chunk_matrices(dtype, K, normalize, portable):
                 T.pdl_trigger()
                 of_backward = (gradients, backward.has_backward_gates, gate_gradients)
                 clear_padding(chunk, first, heads, hk, leads, outputs, *of_backward)
+                if (has_h != 0) & (slot < h_slots):
+                    clear_states(h, slot, first, heads)
             else:
                 load(tiles, ready, chunk, warp, first, hk, heads, chunks.tokens, gates, outputs, cumulative)
                 factors = make_products(tiles, scale)

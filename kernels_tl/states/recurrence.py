@@ -29,6 +29,7 @@ from kernels_tl.layout import ForwardGate
 from kernels_tl.states.wide_state import multiply_state
 
 Full = T.GemmWarpPolicy.FullRow
+ALL_EARLY = 8  # quadruples of the residual's factors
 SCALES = """
 #include "states/row_scales.cuh"
 """
@@ -53,7 +54,8 @@ def tile_of_scales(dtype, rows):
 
 def registers(rows, K, dtype, early, output=True, exact=False):
     """Registers of the warpgroups that carry `rows` rows of S^T. `early` of the residual's eight quadruples of factors
-    are loaded before the first product (core/tiles.cuh: load_minuend). More of them may spill."""
+    are loaded before the first product (core/tiles.cuh: load_minuend), and with ALL_EARLY the decays before the product
+    with L. More of them may spill."""
     r = fragments(
         S=([rows, K], "float32"),  # S^T
         **({} if is_wide(K) else {"S_16": ([rows, K], dtype)}),
@@ -177,11 +179,14 @@ def begin_step(r, tiles, s, V, offset, column, has_V=True, meanwhile=nothing, st
         *(() if has_V is True else (has_V,)),
     )
     T.copy(r.V_new, r.V_new_16)
+    if r.early == ALL_EARLY:
+        fetch_factors(r.decays, tiles, s, ForwardGate.DECAY, column)
     T.wgmma_gemm(r.V_new_16, tiles.L[s, :, :], r.V_new, policy=Full)
     for i, j in T.Parallel(*r.S.shape):
         r.S[i, j] *= total if r.output else tiles.gates[s, ForwardGate.TOTAL, 0]
     if not r.is_wide:
-        fetch_factors(r.decays, tiles, s, ForwardGate.DECAY, column)
+        if r.early != ALL_EARLY:
+            fetch_factors(r.decays, tiles, s, ForwardGate.DECAY, column)
         if r.output:
             fetch_factors(r.queries, tiles, s, ForwardGate.QUERY, column)
 
