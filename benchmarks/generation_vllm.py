@@ -126,8 +126,9 @@ def count_calls(calls: dict[str, int]) -> None:
                 continue
             # A method that wraps another one has its __module__, and globals of its own.
             module = getattr(function, "__globals__", {}).get("__name__", function.__module__)
+            is_ours = module.startswith("flash_qla")
 
-            def counted(*args, _function=function, _is_ours=module.startswith("flash_qla"), **kwargs):
+            def counted(*args, _function=function, _is_ours=is_ours, **kwargs):
                 calls["total"] += 1
                 calls["flash_qla"] += _is_ours
                 return _function(*args, **kwargs)
