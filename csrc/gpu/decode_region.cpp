@@ -48,9 +48,9 @@ Cluster cluster_of(const DecodeCall& rule, int64_t at_a_time, const auto& facts)
   const int64_t waves = ceil_div(values_of(rule), facts.wave_rows), most = std::min<int64_t>(waves, kRegionCtas);
   const auto cluster = [&](int64_t ctas) { return Cluster{ctas, ceil_div(waves, ctas) * facts.wave_rows}; };
   const int64_t ctas = std::bit_floor(static_cast<uint64_t>(most));
-  const Cluster half = cluster(ctas / 2);
   const bool is_full = rule.N * rule.H_k * ctas > at_a_time;
-  return is_full && ctas > 1 && half.rows <= facts.rows ? half : cluster(ctas);
+  const bool halves = is_full && ctas > 1 && cluster(ctas / 2).rows <= facts.rows;
+  return cluster(halves ? ctas / 2 : ctas);
 }
 
 // mixed, z, a and b, in either form.
