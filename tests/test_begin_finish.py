@@ -253,8 +253,11 @@ def test_errors_name_the_argument(device, op, name, wrong):
 
 @pytest.mark.usefixtures("errors_change_nothing")
 @pytest.mark.gpu
+@pytest.mark.parametrize("larger", (False, True))
 @pytest.mark.parametrize("op", IN_PLACE)
-def test_a_workspace_of_another_call(op):
+def test_a_workspace_of_another_call(op, larger):
     arguments = op_arguments(op, Case(B=2, T=70), "cuda")
+    workspace = arguments["workspace"]
+    other = torch.cat([workspace, workspace[:256]]) if larger else workspace[256:]
     with pytest.raises(RuntimeError, match=r"workspace has .* bytes, expected the .* that begin returns"):
-        getattr(ops, op)(**arguments | {"workspace": arguments["workspace"][256:]})
+        getattr(ops, op)(**arguments | {"workspace": other})

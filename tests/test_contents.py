@@ -299,6 +299,22 @@ def test_results(device):
     run(RESULTS, device)
 
 
+RESULTS_OF_EVERY_OP = """
+from every_op import NAMES
+
+for name in NAMES:
+    if "scale" in {x.name for x in getattr(torch.ops.flash_qla, name).default._schema.arguments}:
+        found = said(name, given={"scale": 1e30}, options={"dtype": torch.float16})
+        assert f"::{name.removesuffix('_begin')}" in found and "expected a finite result" in found, (name, found)
+        print(">", name)
+"""
+
+
+def test_results_of_every_op(device):
+    """No op with a scale returns what is not finite in silence."""
+    assert {"gated_delta_net", "decode_gated_delta_rule_packed"} < {*run(RESULTS_OF_EVERY_OP, device)}
+
+
 def test_words_of_the_variable():
     """1, true, yes and on, in any case; nothing else."""
     words = ("1", "true", "TRUE", "Yes", " on ", "0", "false", "no", "off", "", "2", "o")

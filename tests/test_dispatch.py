@@ -366,6 +366,18 @@ def test_the_fused_kernel_takes_longer_in_fp16(low_level):
     assert 1.1 * in_bf16 < in_fp16 < 1.3 * in_bf16
 
 
+@pytest.mark.parametrize("slow", ({"K": 136}, {"K": 256}, {"portable": True}, {"K": 256, "portable": True}), ids=str)
+def test_the_scan_takes_longer_with_wide_keys_and_by_portable_kernels(slow):
+    """Each segment of a chunk is one more step of the scan."""
+
+    def steps_us(**shape):
+        with forward_mode(segment_chunks=1):
+            first, last = (_C.forward_dispatch(1, CHUNK * n, 1, 1, 1, **shape).predicted_us for n in (20, 40))
+        return last - first
+
+    assert 3 * steps_us() < steps_us(**slow) < 5 * steps_us()
+
+
 def test_the_fused_kernel_is_for_full_cards_and_short_sequences():
     def fused(card, T, N, *heads, **arguments):
         return _C.forward_dispatch(1, T, N, *heads, **arguments, **_C.cards()[card]).fused
