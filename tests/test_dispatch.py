@@ -7,6 +7,7 @@ import math
 import random
 import re
 
+import choices
 import pytest
 from cases import backward_mode, forward_mode
 from subprocesses import run_python
@@ -72,6 +73,16 @@ def launch_of(decision: _C.ForwardDispatch) -> dict:
 
 
 # Answers
+
+
+def test_choices_are_those_on_record():
+    """After a change of the cost model `python tests/choices.py` writes them again."""
+    expected, actual = choices.recorded(), list(choices.choices())
+    assert len(expected) == len(actual)
+    for before, now in zip(expected, actual, strict=True):
+        before_us, now_us = (float(row.pop("predicted_us")) for row in (before, now))
+        assert before == now
+        assert now_us == pytest.approx(before_us, rel=2e-3), before
 
 
 @pytest.mark.parametrize("auto_cp", (True, False))
