@@ -347,6 +347,17 @@ def test_the_state_of_the_first_slot_is_not_rounded(device, mode):
 
 
 @of_modes(*MODES)
+def test_states_of_another_first_slot(device, mode):
+    """Sequences start from slots of others, several from one, from their own, or from none, and end in their own."""
+    arguments = make_arguments(Case(**SIZES, **LENGTHS), device=device)
+    slots = arguments["state_indices"].tolist()
+    one, other, *_ = {*range(SLOTS)} - {*slots}
+    first = [one, slots[1], other, -1, slots[4], one]  # the second sequence has no tokens
+    with in_mode(device, mode):
+        check_by_hand(arguments | {"initial_state_indices": torch.tensor(first, device=device)}, device)
+
+
+@of_modes(*MODES)
 def test_no_tokens_and_another_first_slot(device, mode):
     """A sequence without tokens leaves its slot as it is, also if it starts from another one."""
     arguments = make_arguments(Case(**SIZES, lengths=(70, 0, 3)), device=device)

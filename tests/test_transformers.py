@@ -57,6 +57,8 @@ def import_models_without_fla(names):
 example = load_example("transformers_model")
 import_models_without_fla(example.MODELS)
 
+from transformers import DynamicCache  # noqa: E402
+
 from flash_qla.integrations.transformers import (  # noqa: E402
     TESTED_RELEASES,
     chunk_gated_delta_rule,
@@ -389,6 +391,25 @@ def test_shapes_on_meta():
     assert layer(x).shape == x.shape
     layer.conv1d.register_forward_hook(lambda *args: None)  # so that its parts run
     assert layer(x).shape == x.shape
+
+
+@torch.no_grad()
+@all_models
+@pytest.mark.parametrize("padding", (0, 30))
+def test_a_cache_and_a_mask_by_position(name, padding, calls):
+    """As by name: one op, which leaves out padding and fills the cache."""
+    model = small_model(name)
+    (layer,) = gated_delta_nets(model)
+    use_flash_qla(model)
+    names = [*inspect.signature(type(layer).forward).parameters][2:4]
+    x, mask = torch.randn(2, 70, layer.hidden_size), torch.arange(70) >= torch.tensor([[0], [padding]])
+    results = []
+    for by_name in (True, False):
+        given = (DynamicCache(config=model.config), mask if padding else None)
+        y = layer(x, **dict(zip(names, given, strict=True))) if by_name else layer(x, *given)
+        of_layer = given[0].layers[layer.layer_idx]
+        results.append((y, of_layer.conv_states[0], of_layer.recurrent_states[0]))
+    assert all(map(torch.equal, *results)) and [x["output_final_state"] for x in calls] == [True, True]
 
 
 def test_caches_that_are_not_known():
