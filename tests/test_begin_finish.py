@@ -255,9 +255,9 @@ def test_errors_name_the_argument(device, op, name, wrong):
 @pytest.mark.usefixtures("errors_change_nothing")
 @pytest.mark.parametrize("op", (*BEGIN, *IN_PLACE))
 def test_inputs_of_another_shape_are_refused_by_the_op_and_its_fake(device, op):
-    """Each tensor of the pass but do, also where only its other calls compute with it."""
+    """Each tensor of the pass, also where only its other calls compute with it."""
     arguments = op_arguments(op, Case(B=2, T=70, K=64, V=128, **ALL_INSIDE), device)
-    inputs = ("q", "k", "v", "g", "g_raw", "beta", "A_log", "dt_bias", "initial_state", "dht")
+    inputs = ("q", "k", "v", "g", "g_raw", "beta", "A_log", "dt_bias", "initial_state", "do", "dht")
     for name in (x for x in inputs if arguments.get(x) is not None):
         wrong = arguments | {name: arguments[name][..., :-1]}
         for given in (wrong, on_meta(wrong)):

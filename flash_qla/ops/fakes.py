@@ -263,6 +263,8 @@ def _check_backward_inputs(call, *states):
     if call.g_raw is not None:
         _check_floating(call, "g_raw")
         _check_shape(call, "g_raw", call.beta.shape, "[B, T, H_v]")
+    _check_floating(call, "do")
+    _check_shape(call, "do", call.v.shape, "[B, T, H_v, V], like v")
     return checked
 
 
@@ -277,8 +279,6 @@ def _fake_backward(call):
 
 def _fake_gradients(call, compute_dtype):
     """(dq, dk, dv, db, dg), the gradients that have tokens."""
-    _check_floating(call, "do")
-    _check_shape(call, "do", call.v.shape, "[B, T, H_v, V], like v")
     q = call.q
     return (
         q.new_empty(q.shape),
