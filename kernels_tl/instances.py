@@ -174,7 +174,12 @@ INSTANCES = [
         for path in decode_paths(**types, state_dtype=dtype)
     ),
     *(
-        Instance(f"decode.{kernel}", types | {"state_dtype": dtype}, spill_budget=tile.spills, facts=tile.facts)
+        Instance(
+            f"decode.{kernel}",
+            types | {"state_dtype": dtype},
+            spill_budget=tile.fp16_spills if dtype == "float16" else 0,
+            facts=tile.facts,
+        )
         for kernel, tile in (
             ("decode_region", region_tile.ONE_TOKEN),
             ("decode_region_drafts", region_tile.DRAFTS),

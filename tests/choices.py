@@ -1,11 +1,11 @@
-"""What the dispatch decides for shapes of every kind. choices.csv has it, so that a change of the cost model shows as
-the choices that it changes.
+"""What the dispatch decides for shapes in which every pair of values occurs. choices.csv has it, so that a change of
+the cost model shows as the choices that it changes.
 
     python tests/choices.py     # writes choices.csv, after such a change; then read the difference
 """
 
+import ast
 import csv
-from collections.abc import Iterator
 from pathlib import Path
 
 from allpairspy import AllPairs
@@ -34,16 +34,22 @@ OPTIONS = {
 }
 
 
-def choices() -> Iterator[dict[str, str]]:
-    """A row for every pair of values: the shape, and the decision's fields."""
-    for direction, options in OPTIONS.items():
-        for card, heads, lengths, more in AllPairs([CARDS, HEADS, LENGTHS, options]):
-            shape = dict(zip(("H_k", "H_v", "T", "N", "max_seqlen"), heads + lengths, strict=True))
-            decision = getattr(_C, f"{direction}_dispatch")(1, **shape, **more, **_C.cards()[card])
-            chosen = {name: getattr(decision, name) for name in decision.__match_args__}
-            chosen["predicted_us"] = f"{decision.predicted_us:.4g}"
-            row = {"pass": direction, "card": card, **shape, "options": more, **chosen}
-            yield {name: str(x) for name, x in row.items()}
+SHAPE = ("H_k", "H_v", "T", "N", "max_seqlen")
+
+
+def choice(direction: str, card: str, shape: dict[str, int], options: dict) -> dict[str, str]:
+    """A row: the shape, and the decision's fields."""
+    decision = getattr(_C, f"{direction}_dispatch")(1, **shape, **options, **_C.cards()[card])
+    chosen = {name: getattr(decision, name) for name in decision.__match_args__}
+    chosen["predicted_us"] = f"{decision.predicted_us:.4g}"
+    row = {"pass": direction, "card": card, **shape, "options": options, **chosen}
+    return {name: str(x) for name, x in row.items()}
+
+
+def choice_again(row: dict[str, str]) -> dict[str, str]:
+    """What the dispatch decides now for a row's shape."""
+    shape = {name: int(row[name]) for name in SHAPE}
+    return choice(row["pass"], row["card"], shape, ast.literal_eval(row["options"]))
 
 
 def recorded() -> list[dict[str, str]]:
@@ -52,7 +58,11 @@ def recorded() -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    rows = list(choices())
+    rows = [
+        choice(direction, card, dict(zip(SHAPE, heads + lengths, strict=True)), more)
+        for direction, options in OPTIONS.items()
+        for card, heads, lengths, more in AllPairs([CARDS, HEADS, LENGTHS, options])
+    ]
     with FILE.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")  # those of the forward are all fields
         writer.writeheader()

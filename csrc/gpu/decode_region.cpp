@@ -42,8 +42,8 @@ struct Cluster {
   int64_t ctas, rows;
 };
 
-// As many CTAs as a cluster may have if the SMs hold all of them at a time. Else half as many, because each CTA
-// computes q and k, if a CTA then has at most `facts.rows`. A CTA has facts.wave_rows value rows at a time.
+// As many CTAs as a cluster may have if the SMs hold all of them at a time. Else half as many, if a CTA then has at
+// most `facts.rows`, because each CTA computes q and k. A CTA has facts.wave_rows value rows at a time.
 Cluster cluster_of(const DecodeCall& rule, int64_t at_a_time, const auto& facts) {
   const int64_t waves = ceil_div(values_of(rule), facts.wave_rows), most = std::min<int64_t>(waves, kRegionCtas);
   const auto cluster = [&](int64_t ctas) { return Cluster{ctas, ceil_div(waves, ctas) * facts.wave_rows}; };

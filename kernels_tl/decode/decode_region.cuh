@@ -143,7 +143,7 @@ struct RegionCta {
     using L = typename Rows::L;
     return L::lane() >= L::kLanes / 2 && L::lane() % (L::kLanes / (2 * L::kRows)) == 0;
   }
-  // The only CTA of its cluster writes o itself, because memcheck takes what it sends for invalid.
+  // The only CTA of its cluster writes o itself, because memcheck reports a send to a cluster of one as invalid.
   __device__ __forceinline__ bool is_alone() const { return share.ctas == 1; }
   // Sends o of a row, rounded, to the CTAs with rows of its head; nothing for rows from end_row() on.
   __device__ __forceinline__ void send_o(float* to, uint64_t* sent, int head, int row, float o) const {

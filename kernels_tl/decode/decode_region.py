@@ -21,7 +21,8 @@ share is done by every CTA: the convolution of q and k. CTAs meet for two things
 
     windows of q and k    all CTAs read them; behind the cluster's barrier each writes its part of the channels
     the sum of o^2        each CTA sends its o to the shared memory of the CTAs that have rows of the same head, whose
-                          barrier counts the bytes; an earlier pass of the cluster's barrier shows that it is there
+                          barrier counts the bytes; an earlier pass of the cluster's barrier shows that it is there.
+                          The only CTA of a cluster writes its o, and waits for its threads
 
     CTA | arrive | loads of S in flight; convolution, gates, norm's factors | wait, arrive | step, S', sends o |
         | waits for o, y | wait | windows of q and k |

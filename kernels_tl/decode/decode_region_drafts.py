@@ -16,8 +16,8 @@ Beside the arguments of decode_region:
 
 Other tables and the trees of tokens are those of decode. Tokens of a sequence beyond the eighth have y = 0.
 
-The grid, the cluster and its meetings are those of decode_region. A CTA has `rows` value rows or fewer, REGION_ROWS of
-region_tile.py at most:
+The grid, the cluster and its meetings are those of decode_region. A CTA has `rows` value rows or fewer, at most those
+of region_tile.py's DRAFTS:
 
     CTA | arrive | tokens and S in flight; windows | convolution of all tokens | factors of q and k | wait, arrive |
         | step of each token, S', sends o | windows of v, kept windows | waits for o, y | wait | windows of q and k |

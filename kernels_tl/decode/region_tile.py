@@ -14,7 +14,7 @@ class RegionTile:
     warps: int = DECODE_WARPS
     values: int = REGION_VALUES  # most value rows of a key head
     rows: int = REGION_ROWS  # most of a CTA; a quarter of those or more, because a cluster may have four CTAs
-    spills: int = 0  # bytes
+    fp16_spills: int = 0  # bytes, with fp16 states
 
     @property
     def wave_rows(self):
@@ -27,6 +27,6 @@ class RegionTile:
         return {"ctas": self.ctas, "values": self.values, "rows": self.rows, "wave_rows": self.wave_rows}
 
 
-ONE_TOKEN = RegionTile(ctas=6, spills=16)  # those with fp16 states
+ONE_TOKEN = RegionTile(ctas=6, fp16_spills=16)
 # o of eight tokens is in shared memory.
 DRAFTS = RegionTile(ctas=2, warps=8, values=512, rows=128)

@@ -8,7 +8,7 @@
                                                    (common.block_row)
     A          [tokens, H_v, C]                    if requested (has_A): row i of a chunk's A at token i
     g_cumsum   [tokens, H_v] fp32                  if requested (has_g_cumsum): b
-    h          [h_slots, H_v, value_dim, key_dim]  if requested (has_h): zeros in slots of no chunk
+    h          [h_slots, H_v, value_dim, key_dim] 16-bit  if requested (has_h): zeros in slots of no chunk
     backward_gates  [chunk_slots, H_v, rows, C] fp32  in the backward: BackwardGate's; with the l2norm NormalizedGate's
     semaphores [chunk_slots * key parts, H_k]      in the backward: zeros, from which gradients/semaphores.cuh counts
     counters   [H_v / 8]                           zeros, for gate_gradients

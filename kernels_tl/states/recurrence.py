@@ -55,7 +55,7 @@ def tile_of_scales(dtype, rows):
 def registers(rows, K, dtype, early, output=True, exact=False):
     """Registers of the warpgroups that carry `rows` rows of S^T. `early` of the residual's eight quadruples of factors
     are loaded before the first product (core/tiles.cuh: load_minuend), and with ALL_EARLY the decays before the product
-    with L. More of them may spill."""
+    with L. More of them may spill; in fp16 one fewer is loaded, so never ALL_EARLY."""
     r = fragments(
         S=([rows, K], "float32"),  # S^T
         **({} if is_wide(K) else {"S_16": ([rows, K], dtype)}),
