@@ -33,6 +33,7 @@ NOT_LONG = "not long"
 # Workers take these files first, so that none of them ends late.
 COSTLY = (
     "test_fla.py",
+    "test_gdr.py",
     "test_export.py",
     "test_emulator.py",
     "test_emulator_portable.py",

@@ -157,7 +157,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 CPU = "--device cpu --num-heads"
 RUNS = f"varlen {CPU} 1", f"profile {CPU} 2 --activations", f"develop {CPU} 2 --head-dims 96x192 --no-timing"
-GPU_RUNS = "develop", "varlen --head-dims 128x256 --no-timing", "develop --activations --no-timing"
+# FLA, if it is there, compiles for each number of heads.
+GPU_RUNS = (
+    "develop --num-heads 1",
+    "varlen --num-heads 16 --head-dims 128x256 --no-timing",
+    "develop --activations --no-timing",
+)
 
 
 @pytest.mark.parametrize(
