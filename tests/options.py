@@ -218,6 +218,9 @@ def possible(op: str, device: str, row: dict) -> bool:
             ),
             has(**of_8_bits, forward=lambda x: x.get("fused")),
         ]
+        if op.startswith("decode"):  # would take 11 GB and more
+            many = {"shape": lambda x: len(x.lengths or ()) > 100}
+            impossible.append(has(**many, dims=lambda x: x[0] > 128, heads=lambda x: x[1] > 1))
     return not any(impossible)
 
 

@@ -97,11 +97,13 @@ def is_sliding(windows: torch.Tensor) -> bool:
 
 
 def expected(x: dict) -> dict:
-    """y, and what the op writes, in float64."""
+    """y, and what the op writes, in float64, from q, k, v and o in the tokens' dtype: where o is small, because q and
+    the keys before it are nearly orthogonal, its norm makes their rounding large."""
     y, N = torch.zeros(plain(x)["z"].shape, dtype=torch.float64), x["state_indices"].shape[0]
     tokens = {name: plain(x)[name].double().cpu() for name in ("mixed", "z", "a", "b")}
     parameters = ("conv_weight", "conv_bias", "norm_weight", "A_log", "dt_bias")
     shared = {name: None if x[name] is None else x[name].double().cpu() for name in parameters}
+    shared["rounded"] = lambda y: y.to(x["mixed"].dtype).double()
     shared |= {name: x[name] for name in ("scale", "norm_eps", "norm_activation", "allow_neg_eigval") if name in x}
     before = {name: x[name].double().cpu() for name in WRITTEN if x.get(name) is not None}
     after = {name: tensor.clone() for name, tensor in before.items()}
@@ -189,7 +191,7 @@ CASES = (
     Case(T=2, indices=(4, 0, 6, 2, 1, 3, 5), H_k=10, H_v=30, K=64),
 )
 # Bytes of a number -> the most relative error
-BARS = {8: 1e-9, 4: 5e-3, 2: 8e-3, 1: 8e-2}
+BARS = {8: 1e-9, 4: 5e-4, 2: 4e-3, 1: 6e-2}
 
 
 def draw(r: random.Random, sizes: dict) -> Case:

@@ -125,13 +125,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ref-dtype", choices=("float32", "float64"), default="float64", help="of the recurrence")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu", help="cpu: small cases")
     parser.add_argument("--timing", action=argparse.BooleanOptionalAction, help="by default of all sets but product")
+    parser.add_argument("--no-fla", action="store_true", help="FLA, whose kernels compile for minutes, is not timed")
     options = parser.parse_args(arguments)
     device, timing = options.device, options.timing if options.timing is not None else options.set != "product"
     if options.num_heads is not None and options.num_heads < 1:
         parser.error(f"--num-heads is {options.num_heads}, expected at least 1")
     if device == "cuda" and not gpu:
         parser.error("--device cuda: torch sees no CUDA device")
-    fla = timing and device == "cuda" and importlib.util.find_spec("fla") is not None
+    fla = timing and not options.no_fla and device == "cuda" and importlib.util.find_spec("fla") is not None
 
     more = ACTIVATIONS if options.activations else {}
     tensors = ["o", "final_state", "h", "A", "g_cumsum", *(ALL_GRADIENTS_OF if more else cases.GRADIENT_OF).values()]
@@ -157,9 +158,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 CPU = "--device cpu --num-heads"
 RUNS = f"varlen {CPU} 1", f"profile {CPU} 2 --activations", f"develop {CPU} 2 --head-dims 96x192 --no-timing"
-# FLA, if it is there, compiles for each number of heads.
 GPU_RUNS = (
-    "develop --num-heads 1",
+    "develop --no-fla",
     "varlen --num-heads 16 --head-dims 128x256 --no-timing",
     "develop --activations --no-timing",
 )

@@ -73,13 +73,14 @@ def make(case: Case, device: str, seed: int = 0) -> tuple[dict, tuple]:
 
 
 def formula(mixed, z, a, b, conv_weight, conv_bias, norm_weight, A_log, dt_bias, num_k_heads, head_k_dim, **more):
-    """The region token by token; it can be differentiated."""
+    """The region token by token; it can be differentiated. rounded(x): what the op rounds to the tokens' dtype."""
+    rounded = more.get("rounded", lambda x: x)
     cu_seqlens, state, window = (more.get(x) for x in ("cu_seqlens", "initial_state", "initial_window"))
     x, windows = mixed, None
     if conv_weight is not None:
         x, windows = reference.causal_conv1d(mixed, conv_weight, conv_bias, True, window, cu_seqlens)
     H_k, K, (B, T, H_v, V) = num_k_heads, head_k_dim, z.shape
-    q, k, v = x.split([H_k * K, H_k * K, H_v * V], -1)
+    q, k, v = rounded(x).split([H_k * K, H_k * K, H_v * V], -1)
     q, k = (reference.l2norm(y.unflatten(-1, (H_k, K)).repeat_interleave(H_v // H_k, 2)) for y in (q, k))
     v = v.unflatten(-1, (H_v, V))
     g = -A_log.exp() * torch.nn.functional.softplus(a if dt_bias is None else a + dt_bias)
@@ -98,7 +99,7 @@ def formula(mixed, z, a, b, conv_weight, conv_bias, norm_weight, A_log, dt_bias,
             S = S + torch.einsum("hk,hv->hkv", k[row, t], change)
             o[row][t] = scale * torch.einsum("hkv,hk->hv", S, q[row, t])
         states.append(S.transpose(-2, -1) if v_first else S)
-    o = torch.stack([torch.stack(row) for row in o])
+    o = rounded(torch.stack([torch.stack(row) for row in o]))
     y = reference.gated_rms_norm(
         o, z, norm_weight, eps=more.get("norm_eps", 1e-6), activation=more.get("norm_activation", "silu")
     )
