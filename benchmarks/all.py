@@ -3,7 +3,6 @@
     python benchmarks/all.py --compile                             # the peers' kernels, side by side; optional
     python benchmarks/all.py --out benchmarks/results              # until --seconds are over; again: what is missing
     python benchmarks/all.py --out DIR --packages flash_qla,flashinfer --sections forward --peers-path DIR:DIR
-    python benchmarks/all.py --out DIR --packages flash_qla,fla --sections ceilings,wide,wide_step
 
 The results are one file, named after the card: h100.json or h200.json. It has the card, the driver, versions, the
 commit, the date, and the cells of each section. benchmarks/report.py writes the tables of the documents from it.
@@ -81,8 +80,6 @@ SECTIONS = {
     "layers": ["layers"],
     "host": ["host --batches 51"],
 }
-# Sections that run only if --sections names them: FLA takes minutes to compile and to tune itself.
-ON_REQUEST = ("wide", "wide_step", "layers")
 START_SECONDS = 10  # a process imports, and starts CUDA
 
 
@@ -236,7 +233,7 @@ def write(path: Path, results: dict, begin: dict) -> None:
 
 def main(options) -> int:
     end = time.monotonic() + options.seconds
-    chosen = options.sections.split(",") if options.sections else [name for name in SECTIONS if name not in ON_REQUEST]
+    chosen = options.sections.split(",") if options.sections else list(SECTIONS)
     packages = options.packages.split(",") if options.packages else [process.package for process in PROCESSES]
     processes = [
         dataclasses.replace(process, sections=[name for name in process.sections if name in chosen])
