@@ -3,7 +3,7 @@
     python benchmarks/report.py
 
 A page has a table between two lines, `<!-- report: NAME -->` and `<!-- end report -->`. NAME is a key of TABLES. The
-results are h100.json of all.py, wide_h100.json of its sections for wide keys, context_parallelism_h200.json,
+results are h100.json of all.py, wide_h100.json of its sections for wide keys, context_parallelism_h100.json,
 generation_h100.json, decode_steps_h100.json and train_h100.json of examples/train.py, each also with h200. A figure
 that is in no file is "-". In cells with the field `qkv` q, k and v are slices of one tensor, or contiguous in the
 variants that are called so; cells without it are older, and had contiguous ones, which the line below their table says.
@@ -91,6 +91,9 @@ CALLS = {
         "forward", "fla flash_qla_jit flashinfer", ours="op_contiguous", theirs="contiguous"
     ),
     "low-level forward": compared("forward", "fla flash_qla_jit flashinfer", "ms", "floor_ms"),
+    "low-level forward, contiguous": compared(
+        "forward", "fla flash_qla_jit flashinfer", ours="contiguous", theirs="contiguous"
+    ),
     "backward": compared("backward", "fla flash_qla_jit", "backward_ms", "backward_floor_ms"),
     "training step": compared("backward", "fla flash_qla_jit", "step_ms"),
     "step, contiguous": compared("backward", "fla flash_qla_jit", "step_ms", ours="contiguous", theirs="contiguous"),
@@ -158,7 +161,6 @@ GAINS = {
     ),
     "transformers with FLA": (layers("step_ms"), {"": "training step of eight layers of a Qwen3.5"}),
     "transformers with FLA, prompts": (layers("prefill_ms"), {"": "prefill of these layers"}),
-    "FLA's layers, K = 256": (CALLS["K = 256: training step"], {"": "training step of the operator"}),
     "transformers' `generate()`": (
         CALLS["text by transformers"],
         {"batch 1": "one text", "batch 16": "16 texts"},
@@ -249,6 +251,11 @@ def figures(sections: dict[str, dict], call: Call) -> dict[tuple[str, ...], tupl
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
+
+
+def of_all_calls(data: dict) -> dict:
+    """The cards that have results of all.py."""
+    return {card: sections for card, sections in data.items() if "ceilings" in sections}
 
 
 def with_environment(table: str, data: dict, calls: Iterable[str]) -> str:
@@ -379,15 +386,20 @@ def ranks(data: dict) -> str:
 
 
 def decode_steps(data: dict) -> str:
-    """GPU time of the layers in a decode step of an engine, and of the whole step."""
+    """GPU time of the layers in a decode step of an engine, and of the whole step, and its time by the clock."""
     rows = []
     for card, sections in data.items():
         steps = {(x["package"], x["requests"]): x for x in sections.get("decode_steps", {"cells": []})["cells"]}
         for requests in sorted({x for _, x in steps}):
             own, ours = steps["own", requests], steps["flash_qla", requests]
             layers = [f"{own['gdn_us']:.0f} us", f"{ours['gdn_us']:.0f} us", f"{own['gdn_us'] / ours['gdn_us']:.2f}"]
-            rows.append([card, str(requests), *layers, f"{own['gpu_us']:.0f} us", f"{ours['gpu_us']:.0f} us"])
-    return markdown(["card", "requests", "vLLM's layers", "flash_qla's", "ratio", "vLLM's step", "flash_qla's"], rows)
+            steps_us = [f"{x['gpu_us']:.0f} us" for x in (own, ours)]
+            clock = [
+                f"{statistics.median(x['ms']):.1f} ms ({min(x['ms']):.1f} to {max(x['ms']):.1f})" for x in (own, ours)
+            ]
+            rows.append([card, str(requests), *layers, *steps_us, *clock])
+    columns = ["layers: vLLM", "flash_qla", "ratio", "step: vLLM", "flash_qla", "by the clock: vLLM", "flash_qla"]
+    return markdown(["card", "requests", *columns], rows)
 
 
 def accuracy(data: dict) -> str:
@@ -409,8 +421,8 @@ def accuracy(data: dict) -> str:
 TABLES = {
     "first": first,
     "gain": gain,
-    "cells": lambda data: cells(data, SPEED_CELLS),
-    "means": lambda data: with_environment(means(data, OF_CALLS), data, OF_CALLS),
+    "cells": lambda data: cells(of_all_calls(data), SPEED_CELLS),
+    "means": lambda data: with_environment(means(of_all_calls(data), OF_CALLS), of_all_calls(data), OF_CALLS),
     "ranks": lambda data: with_environment(ranks(data), data, ["context_parallelism"]),
     "decode_steps": lambda data: with_environment(decode_steps(data), data, ["decode_steps"]),
     "accuracy": lambda data: with_environment(accuracy(data), data, ["accuracy"]),
@@ -422,7 +434,7 @@ TABLES = {
 
 def overview(data: dict) -> str:
     """An SVG of the geometric means, a dot for each card: the call on which a card gains most is on top."""
-    rows = []
+    data, rows = of_all_calls(data), []
     for name in OVERVIEW:
         for other in CALLS[name].theirs:
             compared = {card: figures(sections, CALLS[name]) for card, sections in data.items()}
