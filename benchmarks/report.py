@@ -291,14 +291,21 @@ def with_environment(table: str, data: dict, calls: Iterable[str]) -> str:
 
 
 def means(data: dict, calls: Iterable[str]) -> str:
-    """Geometric means of the others' figures over flash_qla's, the least one, and how many of the cells are below 1."""
-    rows = []
-    for name in calls:
-        for other in CALLS[name].theirs:
-            texts = [mean_of(figures(sections, CALLS[name]), other) for sections in data.values()]
-            if set(texts) != {"-"}:
-                rows.append([name, other, *texts])
-    return markdown(["call", "compared with", *data], rows)
+    """For each card, geometric means of the others' figures over flash_qla's, the least one, and how many of the cells
+    are below 1: a table of other packages, and one of flash_qla's calls compared with others of its own."""
+    tables = []
+    for card, sections in data.items():
+        texts = {name: texts_of_others(figures(sections, CALLS[name])) for name in calls}
+        packages = [x for x in (*PACKAGES.values(), "vLLM/SGLang") if any(x in row for row in texts.values())]
+        rows = [[name, *(row.get(x, "-") for x in packages)] for name, row in texts.items() if {*packages} & {*row}]
+        own = [[name, x, row[x]] for name, row in texts.items() for x in row if x not in packages]
+        tables += [markdown([card, *packages], rows), markdown([card, "compared with", ""], own)]
+    return "\n\n".join(tables)
+
+
+def texts_of_others(compared: dict) -> dict[str, str]:
+    names = dict.fromkeys(x for _, others in compared.values() for x in others)
+    return {x: mean_of(ratios_of(compared, x)) for x in names}
 
 
 def first(data: dict) -> str:
@@ -317,10 +324,7 @@ def ratios_of(compared: dict, other: str) -> list[float]:
     return [of_others[other] for _, of_others in compared.values() if other in of_others]
 
 
-def mean_of(compared: dict, other: str) -> str:
-    ratios = ratios_of(compared, other)
-    if not ratios:
-        return "-"
+def mean_of(ratios: list[float]) -> str:
     below = sum(ratio < 1 for ratio in ratios)
     return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f}; {below}/{len(ratios)})"
 
