@@ -34,24 +34,41 @@ autodoc_mock_imports = ["fla"]  # of flash_qla.integrations.fla
 GROUPS = (
     "States",
     "Packed sequences",
+    "Weights",
+    "Pools",
     "Activations inside",
-    "Splits and ranks",
     "Kept states",
     "Drafts",
     "Other packages",
 )
+napoleon_use_param = False  # arguments that share an entry remain one entry
 napoleon_custom_sections = [(name, "params_style") for name in ("Results", "Other Parameters", *GROUPS)]
 
 
 SECTION = re.compile(rf"(Args|Returns|Raises):|Parameters|Other Parameters|Returns|Raises|{'|'.join(GROUPS)}|-+")
+# Code, functions, and characters that reStructuredText would take for markup
+MARKUP = re.compile(
+    rf"`(?P<code>[^`]+)`|(?<![\w.])(?P<path>flash_qla\.)?(?P<name>{'|'.join(flash_qla.__all__)})(?!\w|\.\w)|[\\*`|_]"
+)
 LIST = re.compile(r"^- ([^:]+): ((?:.|\n  )+)", re.MULTILINE)
 LINK = re.compile(r"\]\((\w+)\.md\)")
+WHOLE_FILE = re.compile(r"\[[^\]]+\]\(([^)]+)\)\n")
 API = re.compile(r"^\| function of `([\w.]+)` .*\n((?:\|.*\n)+)\n<!-- api -->$", re.MULTILINE)
 
 
 def plain_docstring(app, what, name, obj, options, lines):
-    """Docstrings are plain text: what reStructuredText would take for markup is not, indented lines behind a blank one
-    are formulas or code, and results that have names are listed like arguments."""
+    """Docstrings are plain text: what reStructuredText would take for markup is not, except code in backticks; names of
+    functions are links; indented lines behind a blank one are formulas or code; and results that have names are listed
+    like arguments."""
+
+    def marked_up(x: re.Match) -> str:
+        if x["code"]:
+            return f"``{x['code']}``"
+        is_ours = x["path"] or name.count(".") == 1  # in other modules a bare name may be another package's
+        if x["name"] and is_ours and name != f"flash_qla.{x['name']}":
+            return f":py:func:`{x[0]} <flash_qla.{x['name']}>`"
+        return re.sub(r"([\\*`|_])", r"\\\1", x[0])
+
     literal = blank = section = False
     markup = []
     for line in lines:
@@ -61,7 +78,7 @@ def plain_docstring(app, what, name, obj, options, lines):
         elif indented and blank and not literal and not section:
             markup += ["::", ""]
             literal = True
-        markup.append(line if literal else re.sub(r"([\\*`|_])", r"\\\1", line))
+        markup.append(line if literal else MARKUP.sub(marked_up, line))
         blank = not line
     text = "\n".join(markup)
     lines[:] = re.sub(r"^Returns:(?=\n +[\w, \\]+: )", "Results:", text, flags=re.MULTILINE).split("\n")
@@ -69,15 +86,27 @@ def plain_docstring(app, what, name, obj, options, lines):
 
 def readable_source(app, page, source):
     """What a page says as plain Markdown, for readers of the file, and Sphinx needs as directives: the front page's
-    lists of links are the site's tree, and the functions of api.md's tables are described below the table."""
+    lists of links are the site's tree, a page that is one link is the file, and the functions of api.md's tables are
+    described below the table."""
+    if whole_file := WHOLE_FILE.fullmatch(source[0]):
+        source[0] = f"```{{include}} {whole_file[1]}\n:relative-docs: docs/\n```\n"
     if page == "index":
         for caption, links in LIST.findall(source[0]):
             source[0] += "\n".join(
                 ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *LINK.findall(links), "```", ""]
             )
     if page == "api":
-        source[0] = API.sub(lambda x: x[0] + described(x[1], x[2]), source[0])
+        source[0] = API.sub(lambda x: linked(x[1], x[0]) + described(x[1], x[2]), source[0])
         source[0] = source[0].replace("<!-- api ops -->", "```{op-schemas}\n```")
+
+
+def linked(module: str, table: str) -> str:
+    """The table, with links to the entries of the names in the first column of its rows."""
+    head, rule, rows = table.split("\n", 2)
+    rows = re.sub(
+        r"^\|[^|]*", lambda x: re.sub(r"`([\w.]+)`", rf"{{py:obj}}`\1 <{module}.\1>`", x[0]), rows, flags=re.MULTILINE
+    )
+    return "\n".join([head, rule, rows])
 
 
 def described(module: str, table: str) -> str:
