@@ -80,9 +80,9 @@ def causal_conv1d(
 
     Returns
     -------
-    y
+    y : Tensor
         [B, T, D], in the dtype of x, contiguous.
-    final_state
+    final_state : Tensor or None
         As initial_state in shape and dtype, or [N, D, W - 1] in the dtype of x without one, contiguous; None unless
         output_final_state.
 
@@ -132,16 +132,24 @@ def prefill_causal_conv1d(
     The function can also keep the windows at multiples of checkpoint_every tokens, for prefix caching. It has no
     derivative. It increments the version of the tensors that it writes. torch.autocast casts x, as for causal_conv1d.
 
-    As in causal_conv1d: x, weight, bias, activation, cu_seqlens.
-
     Parameters
     ----------
+    x : Tensor
+        [B, T, D], as in causal_conv1d.
+    weight : Tensor
+        [D, W] or [D, 1, W], as in causal_conv1d.
+    bias : Tensor or None
+        [D], as in causal_conv1d.
     state_pool : Tensor
         [slots, D, W - 1] or [slots, D, W], any strides, as a view [slots, W - 1, D] with two dimensions swapped has
         them; in the dtype of x or float32. It is written.
     state_indices : Tensor
         Slot of each sequence, [N], int32 or int64. An empty sequence does not change its slot, so the slot may be
         another sequence's. If an empty sequence starts from zeros, its slot becomes zeros.
+    activation : "silu", "swish" or None, default "silu"
+        As in causal_conv1d.
+    cu_seqlens : Tensor, optional
+        Offsets of packed sequences, [N + 1], as in causal_conv1d.
 
     States
     ------
@@ -165,7 +173,7 @@ def prefill_causal_conv1d(
 
     Returns
     -------
-    y
+    y : Tensor
         [B, T, D], in the dtype of x, contiguous.
 
     Raises

@@ -169,9 +169,9 @@ def chunk_gated_delta_rule(
 
     Returns
     -------
-    o
+    o : Tensor
         [B, T, H_v, V], in the dtype of q, contiguous.
-    final_state
+    final_state : Tensor or None
         Of the shape of initial_state, contiguous, in state_dtype; None unless output_final_state.
 
     Raises
@@ -248,23 +248,48 @@ def chunk_gated_delta_rule_packed(
     The backward writes one gradient of the shape of mixed_qkv, where autograd would otherwise put those of three slices
     together.
 
-    As in chunk_gated_delta_rule: g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-    cu_seqlens, state_v_first, auto_cp, state_dtype, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
-    allow_neg_eigval, max_seqlen.
-
     Parameters
     ----------
     mixed_qkv : Tensor
         [B, T, 2 H_k K + H_v V], any strides: the heads of q, then of k, then of v of each token. H_v is the number of
         heads of g, and V follows.
+    g, beta : Tensor
+        Log decay and step size, [B, T, H_v], as in chunk_gated_delta_rule.
     num_k_heads : int
-        H_k.
+        Number of key heads, H_k.
     head_k_dim : int
-        K.
+        Channels of a key head, K.
+
+    Other Parameters
+    ----------------
+    scale : float, optional
+        Factor on the output, as in chunk_gated_delta_rule.
+    initial_state : Tensor, optional
+        [N, H_v, K, V], or [N, H_v, V, K] with state_v_first, as in chunk_gated_delta_rule.
+    output_final_state, use_qk_l2norm_in_kernel : bool, default False
+        As in chunk_gated_delta_rule.
+    cu_seqlens : Tensor, optional
+        Offsets of packed sequences, [N + 1], as in chunk_gated_delta_rule.
+    state_v_first : bool, default False
+        As in chunk_gated_delta_rule.
+    auto_cp : bool, default True
+        As in chunk_gated_delta_rule.
+    state_dtype : torch.dtype, optional
+        As in chunk_gated_delta_rule.
+    use_gate_in_kernel : bool, default False
+        As in chunk_gated_delta_rule.
+    A_log, dt_bias : Tensor, optional
+        [H_v], as in chunk_gated_delta_rule.
+    use_beta_sigmoid_in_kernel, allow_neg_eigval : bool, default False
+        As in chunk_gated_delta_rule.
+    max_seqlen : int, optional
+        As in chunk_gated_delta_rule.
 
     Returns
     -------
-    o, final_state
+    o : Tensor
+        [B, T, H_v, V], as in chunk_gated_delta_rule.
+    final_state : Tensor or None
         As chunk_gated_delta_rule. They can be differentiated likewise, with respect to mixed_qkv.
 
     Raises
@@ -318,32 +343,65 @@ def chunk_gated_delta_rule_intermediates(
     This is the op chunk_gated_delta_rule_fwd. The function of that name (flash_qla.published) has the published
     FlashQLA's arguments and a sixth result.
 
-    Autocast, the gradients of o and final_state and the other arguments are those of chunk_gated_delta_rule. The
-    results g, A and h do not require gradients. g, A and o are zero for tokens from the last offset of cu_seqlens on.
+    Autocast and the gradients of o and final_state are those of chunk_gated_delta_rule. The results g, A and h do not
+    require gradients. g, A and o are zero for tokens from the last offset of cu_seqlens on.
 
     Parameters
     ----------
+    q, k : Tensor
+        Queries and keys, [B, T, H_k, K], as in chunk_gated_delta_rule.
+    v : Tensor
+        Values, [B, T, H_v, V], as in chunk_gated_delta_rule.
+    g, beta : Tensor
+        Log decay and step size, [B, T, H_v], as in chunk_gated_delta_rule.
+
+    Other Parameters
+    ----------------
+    scale : float, optional
+        Factor on the output, as in chunk_gated_delta_rule.
+    initial_state : Tensor, optional
+        [N, H_v, K, V], or [N, H_v, V, K] with state_v_first, as in chunk_gated_delta_rule.
+    cu_seqlens : Tensor, optional
+        Offsets of packed sequences, [N + 1], as in chunk_gated_delta_rule.
+    output_final_state : bool, default True
+        As in chunk_gated_delta_rule, but by default True.
     output_h : bool, default False
         Return the state at the start of each chunk too.
+    auto_cp : bool, default True
+        As in chunk_gated_delta_rule.
+    state_v_first, use_qk_l2norm_in_kernel : bool, default False
+        As in chunk_gated_delta_rule.
+    state_dtype : torch.dtype, optional
+        As in chunk_gated_delta_rule.
+    use_gate_in_kernel : bool, default False
+        As in chunk_gated_delta_rule.
+    A_log, dt_bias : Tensor, optional
+        [H_v], as in chunk_gated_delta_rule.
+    use_beta_sigmoid_in_kernel, allow_neg_eigval : bool, default False
+        As in chunk_gated_delta_rule.
+    max_seqlen : int, optional
+        As in chunk_gated_delta_rule.
 
     Returns
     -------
-    g
+    g : Tensor
         [B, T, H_v], float32 (float64 for float64 inputs): the sum of the log decay, natural logarithm, from the chunk's
         first token to this one. Where e^g is 0 in that arithmetic the CPU has -inf, and the sum begins anew after that
         token; the GPU takes a g below -1024 as -1024.
-    A
+    A : Tensor
         [B, T, H_v, 64], dtype of q: row i of a chunk is row i of (I + stril(diag(beta) K K^T)) ** -1, where stril is
         the part below the diagonal and K the chunk's keys, after the l2norm if there is one. A has no gates. A chunk of
         fewer than 64 tokens has zeros in the other columns. For |k_t| <= 1 and beta <= 2 no entry below the diagonal is
         larger than beta. Longer keys may make entries large, and float16 may overflow.
-    h
+    o : Tensor
+        [B, T, H_v, V], as in chunk_gated_delta_rule.
+    h : Tensor or None
         State at the start of each chunk, dtype of q, [B, ceil(T / 64), H_v, K, V] or, with state_v_first, [..., V, K];
         None unless output_h. With cu_seqlens it is [1, (T + 63 * N) // 64, H_v, K, V]: the chunks of the first
         sequence, those of the second and so on, then zeros. The number of chunks is an upper bound that depends on
         shapes only. V comes before K in memory: without state_v_first h is a transposed view.
-    final_state
-        As chunk_gated_delta_rule.
+    final_state : Tensor or None
+        As in chunk_gated_delta_rule.
 
     Raises
     ------
@@ -483,45 +541,71 @@ def chunk_gated_delta_rule_bwd(
     The last dS is dh0. This is the chain rule on the formula. The GPU works on chunks, and computes their
     matrices and states again.
 
-    As in chunk_gated_delta_rule: q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp,
-    use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-    max_seqlen, cp_context.
-
-    All are contiguous, require no gradients, and are zero at tokens from the last offset of cu_seqlens on.
+    Arguments that the forward has too are those of its call. All results are contiguous, require no gradients, and are
+    zero at tokens from the last offset of cu_seqlens on.
 
     Parameters
     ----------
+    q, k : Tensor
+        Those of the forward call, [B, T, H_k, K].
+    v : Tensor
+        That of the forward call, [B, T, H_v, V].
+    g : Tensor or None
+        [B, T, H_v], the first result of chunk_gated_delta_rule_fwd: the sum of the log decay within each chunk. None if
+        g_raw is given: the sums are then computed again, at no cost.
+    beta : Tensor
+        That of the forward call, [B, T, H_v].
+    A : Tensor or None
+        [B, T, H_v, 64], dtype of q, the second result of chunk_gated_delta_rule_fwd, or None. It is checked, but not
+        read.
     do : Tensor
         Gradient of o, [B, T, H_v, V], any floating dtype; converted to the dtype of q. It may be expanded.
     dht : Tensor, optional
         Gradient of the final state, of the shape of initial_state, any floating dtype; zero by default.
-    g : Tensor or None
-        [B, T, H_v], the first result of chunk_gated_delta_rule_fwd: the sum of the log decay within each chunk. None if
-        g_raw is given: the sums are then computed again, at no cost.
-    A : Tensor or None
-        [B, T, H_v, 64], dtype of q, the second result of chunk_gated_delta_rule_fwd, or None. It is checked, but not
-        read.
+
+    Other Parameters
+    ----------------
+    scale : float, optional
+        Factor on the output, as in chunk_gated_delta_rule.
+    initial_state : Tensor, optional
+        [N, H_v, K, V], or [N, H_v, V, K] with state_v_first, as in chunk_gated_delta_rule.
+    cu_seqlens : Tensor, optional
+        Offsets of packed sequences, [N + 1], as in chunk_gated_delta_rule.
+    state_v_first : bool, default False
+        As in chunk_gated_delta_rule.
+    auto_cp : bool, default True
+        As in chunk_gated_delta_rule.
+    cp_cache : CPCache, optional
+        The last result of the forward call; required with a cp_context of ranks, and None without.
+    cp_context : CPContext | FlashQLACPContext, optional
+        As in chunk_gated_delta_rule.
+    use_qk_l2norm_in_kernel, use_gate_in_kernel : bool, default False
+        As in chunk_gated_delta_rule.
+    A_log, dt_bias : Tensor, optional
+        [H_v], as in chunk_gated_delta_rule.
+    use_beta_sigmoid_in_kernel, allow_neg_eigval : bool, default False
+        As in chunk_gated_delta_rule.
     g_raw : Tensor, optional
         The g of the forward call, [B, T, H_v], any floating dtype; required with use_gate_in_kernel or without g, and
         otherwise None.
-    cp_cache : CPCache, optional
-        The last result of the forward call; required with a cp_context of ranks, and None without.
+    max_seqlen : int, optional
+        As in chunk_gated_delta_rule.
 
     Returns
     -------
-    dq, dk
+    dq, dk : Tensor
         [B, T, H_k, K], dtype of q, summed over the value heads that share a query/key head. With
         use_qk_l2norm_in_kernel they are gradients of q and k before the normalization.
-    dv
+    dv : Tensor
         [B, T, H_v, V], dtype of q.
-    db, dg
+    db, dg : Tensor
         [B, T, H_v], float32 (float64 for float64 inputs), gradients of the step size and of the log decay of each
         token. With use_beta_sigmoid_in_kernel db is the gradient of beta, in its dtype; with use_gate_in_kernel dg is
         that of g_raw, in its dtype.
-    dh0
+    dh0 : Tensor or None
         Gradient of initial_state, in its shape, float32 (float64 for float64 inputs); None without initial_state. An
         empty sequence has dht.
-    dA_log, ddt_bias
+    dA_log, ddt_bias : Tensor or None
         Only with use_gate_in_kernel, so that the results are six or eight. Gradients of A_log and dt_bias, [H_v],
         float32 (float64 for float64 inputs), summed over all tokens, always in the same order; ddt_bias is None without
         dt_bias.

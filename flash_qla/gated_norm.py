@@ -52,13 +52,13 @@ def gated_rms_norm(
     eps : float, default 1e-6
         Added to the mean of the squares.
     activation : "silu" or "sigmoid", default "silu"
-        Act, "silu" or "sigmoid".
+        The function act of the gate.
     norm_before_gate : bool, default True
         Whether the norm comes before the gate.
 
     Returns
     -------
-    y
+    y : Tensor
         The shape and the dtype of o, contiguous.
 
     Raises

@@ -42,13 +42,47 @@ def chunk_gated_delta_rule_fwd(
         g_cumsum, A, o, h, state, cp_cache = chunk_gated_delta_rule_fwd(q, k, v, g, beta)
         dq, dk, dv, db, dg, _ = chunk_gated_delta_rule_bwd(q, k, v, g_cumsum, beta, A, do, cp_cache=cp_cache)
 
-    The other arguments are those of chunk_gated_delta_rule_intermediates.
-
     Parameters
     ----------
+    q, k : Tensor
+        Queries and keys, [B, T, H_k, K], as in chunk_gated_delta_rule.
+    v : Tensor
+        Values, [B, T, H_v, V], as in chunk_gated_delta_rule.
+    g, beta : Tensor
+        Log decay and step size, [B, T, H_v], as in chunk_gated_delta_rule.
+
+    Other Parameters
+    ----------------
+    scale : float, optional
+        Factor on the output, as in chunk_gated_delta_rule.
+    initial_state : Tensor, optional
+        [N, H_v, K, V], or [N, H_v, V, K] with state_v_first, as in chunk_gated_delta_rule.
+    cu_seqlens : Tensor, optional
+        Offsets of packed sequences, [N + 1], as in chunk_gated_delta_rule.
+    output_final_state : bool, default True
+        As in chunk_gated_delta_rule, but by default True.
+    output_h : bool, default False
+        Return the state at the start of each chunk of 64 tokens too.
+    auto_cp : bool, default True
+        As in chunk_gated_delta_rule.
+    state_v_first : bool, default False
+        As in chunk_gated_delta_rule.
     cp_context : CPContext | FlashQLACPContext, optional
         As that of chunk_gated_delta_rule. With ranks o and final_state do not require gradients; all ranks make the
         call, and its backward by chunk_gated_delta_rule_bwd.
+
+    use_qk_l2norm_in_kernel : bool, default False
+        As in chunk_gated_delta_rule.
+    state_dtype : torch.dtype, optional
+        As in chunk_gated_delta_rule.
+    use_gate_in_kernel : bool, default False
+        As in chunk_gated_delta_rule.
+    A_log, dt_bias : Tensor, optional
+        [H_v], as in chunk_gated_delta_rule.
+    use_beta_sigmoid_in_kernel, allow_neg_eigval : bool, default False
+        As in chunk_gated_delta_rule.
+    max_seqlen : int, optional
+        As in chunk_gated_delta_rule.
 
     Other packages
     --------------
@@ -59,9 +93,9 @@ def chunk_gated_delta_rule_fwd(
 
     Returns
     -------
-    g, A, o, h, final_state
-        As chunk_gated_delta_rule_intermediates.
-    cp_cache
+    g, A, o, h, final_state : Tensor
+        As in chunk_gated_delta_rule_intermediates; h and final_state may be None.
+    cp_cache : CPCache or None
         None, or with ranks the states that the earlier ranks leave, for chunk_gated_delta_rule_bwd.
 
     Raises

@@ -60,8 +60,6 @@ def gated_delta_net(
     y, final_state and final_window can be differentiated, once, with respect to every tensor but cu_seqlens.
     torch.autocast casts mixed and z.
 
-    As in chunk_gated_delta_rule: scale, initial_state, cu_seqlens, max_seqlen, state_v_first, auto_cp, state_dtype.
-
     Parameters
     ----------
     mixed : Tensor
@@ -77,9 +75,9 @@ def gated_delta_net(
         The input of the step size, [B, T, H_v], any floating dtype: beta = sigmoid(b), or 2 sigmoid(b) with
         allow_neg_eigval.
     num_k_heads : int
-        H_k.
+        Number of key heads, H_k.
     head_k_dim : int
-        K.
+        Channels of a key head, K.
 
     Weights
     -------
@@ -96,13 +94,30 @@ def gated_delta_net(
 
     States
     ------
+    initial_state : Tensor, optional
+        [N, H_v, K, V], or [N, H_v, V, K] with state_v_first, as in chunk_gated_delta_rule.
     initial_window : Tensor, optional
         Window before the first token of each sequence, [N, D, W - 1] or [N, D, W], as initial_state of causal_conv1d.
     output_final_state : bool, default False
         Return the state and the window after each sequence too.
+    state_v_first : bool, default False
+        As in chunk_gated_delta_rule.
+    state_dtype : torch.dtype, optional
+        As in chunk_gated_delta_rule.
+
+    Packed sequences
+    ----------------
+    cu_seqlens : Tensor, optional
+        Offsets, [N + 1], as in chunk_gated_delta_rule.
+    max_seqlen : int, optional
+        As in chunk_gated_delta_rule.
 
     Other Parameters
     ----------------
+    scale : float, optional
+        Factor on the output of the delta rule, as in chunk_gated_delta_rule.
+    auto_cp : bool, default True
+        As in chunk_gated_delta_rule.
     allow_neg_eigval : bool, default False
         The step size is 2 sigmoid(b).
     norm_eps : float, default 1e-6
@@ -110,15 +125,15 @@ def gated_delta_net(
     norm_activation : "silu" or "sigmoid", default "silu"
         activation of gated_rms_norm.
     cp_context : CPContext | FlashQLACPContext, optional
-        As that of chunk_gated_delta_rule, with conv1d_kernel_size = W: the ranks exchange the halo of the convolution
+        As in chunk_gated_delta_rule, with conv1d_kernel_size = W: the ranks exchange the halo of the convolution
         too. The parts then run one by one, and autograd keeps what they keep. initial_window must be None; a
         final_window is that of the rank's own tokens.
 
     Returns
     -------
-    y
+    y : Tensor
         The shape of z, in the dtype of mixed, contiguous.
-    final_state, final_window
+    final_state, final_window : Tensor or None
         As those of chunk_gated_delta_rule and causal_conv1d; None unless output_final_state.
 
     Raises
@@ -202,21 +217,54 @@ def prefill_gated_delta_net(
     have their bits. A sequence has the same slot in both pools. The function has no derivative. It increments the
     version of the tensors that it writes. torch.autocast casts mixed and z.
 
-    As in gated_delta_net: mixed, z, a, b, conv_weight, conv_bias, norm_weight, A_log, dt_bias, num_k_heads, head_k_dim,
-    norm_eps, norm_activation.
-
-    As in prefill_gated_delta_rule: has_initial_state, initial_state_indices, null_index, scale, cu_seqlens, max_seqlen,
-    allow_neg_eigval.
-
     Parameters
     ----------
+    mixed : Tensor
+        The projections to q, k and v, [B, T, 2 H_k K + H_v V], as in gated_delta_net.
+    z : Tensor
+        The input of the norm's gate, [B, T, H_v, V] or [B, T, H_v V], as in gated_delta_net.
+    a, b : Tensor
+        The inputs of the gate and of the step size, [B, T, H_v], as in gated_delta_net.
+    num_k_heads : int
+        Number of key heads, H_k.
+    head_k_dim : int
+        Channels of a key head, K.
+
+    Weights
+    -------
+    conv_weight : Tensor
+        [D, W] or [D, 1, W], as in gated_delta_net.
+    conv_bias : Tensor or None
+        [D], as in gated_delta_net.
+    norm_weight : Tensor
+        [V], as in gated_delta_net.
+    A_log : Tensor
+        [H_v], as in gated_delta_net.
+    dt_bias : Tensor or None
+        [H_v], as in gated_delta_net.
+
+    Pools
+    -----
     window_pool : Tensor
         The windows of the convolution, as state_pool of prefill_causal_conv1d, [slots, D, W - 1] or [slots, D, W], any
         strides: pass a pool [slots, W - 1, D] transposed. It is written.
     state_pool : Tensor
-        As that of prefill_gated_delta_rule, [slots, H_v, V, K]. It is written.
+        [slots, H_v, V, K], as in prefill_gated_delta_rule. It is written.
     state_indices : Tensor
         Slot of each sequence in both pools, [N]. A sequence without a slot has zeros in y, where z is finite.
+    has_initial_state : Tensor, optional
+        [N], bool, as in prefill_gated_delta_rule.
+    initial_state_indices : Tensor, optional
+        Slot that each sequence starts from, [N], as in prefill_gated_delta_rule.
+    null_index : int, default -1
+        As in prefill_gated_delta_rule.
+
+    Packed sequences
+    ----------------
+    cu_seqlens : Tensor, optional
+        Offsets, [N + 1], as in chunk_gated_delta_rule.
+    max_seqlen : int, optional
+        As in chunk_gated_delta_rule.
 
     Kept states
     -----------
@@ -234,6 +282,14 @@ def prefill_gated_delta_net(
 
     Other Parameters
     ----------------
+    scale : float, optional
+        Factor on the output of the delta rule, as in chunk_gated_delta_rule.
+    allow_neg_eigval : bool, default False
+        The step size is 2 sigmoid(b).
+    norm_eps : float, default 1e-6
+        As in gated_delta_net.
+    norm_activation : "silu" or "sigmoid", default "silu"
+        As in gated_delta_net.
     batch_invariant : bool, default False
         As that of prefill_gated_delta_rule; a prompt in pieces, whose lengths are multiples of 64, then has the bits of
         the whole one.
@@ -243,7 +299,7 @@ def prefill_gated_delta_net(
 
     Returns
     -------
-    y
+    y : Tensor
         The shape of z, in the dtype of mixed, contiguous. With `out` it is `out`.
 
     Raises
@@ -327,9 +383,6 @@ def decode_gated_delta_net(
 
     The function has no derivative. It increments the versions of what it writes. torch.autocast casts mixed and z.
 
-    As in gated_delta_net: A_log, dt_bias, scale, allow_neg_eigval, norm_eps, norm_activation.
-    As in decode_gated_delta_rule: state_pool, write_indices, intermediate_states, intermediate_indices, parents.
-
     Parameters
     ----------
     mixed : Tensor
@@ -354,12 +407,18 @@ def decode_gated_delta_net(
         [D] or None.
     norm_weight : Tensor
         [V], any floating dtype.
+    A_log : Tensor
+        [H_v], as in gated_delta_net.
+    dt_bias : Tensor or None
+        [H_v], as in gated_delta_net.
 
     Pools
     -----
     window_pool : Tensor or None
         [slots, D, W - 1] or [slots, D, W], any strides, as state_pool of prefill_causal_conv1d. None without
         conv_weight. It is written.
+    state_pool : Tensor
+        [slots, H_v, V, K], as in decode_gated_delta_rule. It is written.
     state_indices : Tensor
         Slot of each sequence's window and state, [N], int32 or int64. Or [N, S] as that of decode_gated_delta_rule; the
         window is in the slot of column 0.
@@ -379,13 +438,29 @@ def decode_gated_delta_net(
         W - 1 columns that begin with column num_accepted_tokens[n] - 1, and its tokens' rows are written behind the
         last W - 2 of these, from column 0 on. So the columns that begin with a - 1 are the window after a accepted
         tokens; a prefill writes the first W - 1. Not with parents.
+    write_indices : Tensor, optional
+        Slot of the state after each token, [N, S], as in decode_gated_delta_rule.
+    intermediate_states : Tensor, optional
+        Memory for the state after each token, [rows, steps, H_v, V, K], as in decode_gated_delta_rule. It is written.
     intermediate_windows : Tensor, optional
         Memory for the window after each token, [rows, steps, D, W - 1], in the dtype of window_pool, any strides; rows
         and steps as those of intermediate_states. It is written. Without parents the windows of a row may slide over
         one memory, as SGLang keeps them: x.unfold(2, W - 1, 1).transpose(1, 2) of x [rows, D, W - 2 + steps].
+    intermediate_indices : Tensor, optional
+        Row of each sequence, [N], as in decode_gated_delta_rule.
+    parents : Tensor, optional
+        Parent of each token, [N, S], as in decode_gated_delta_rule.
 
     Other Parameters
     ----------------
+    scale : float, optional
+        Factor on the output of the delta rule, as in decode_gated_delta_rule.
+    allow_neg_eigval : bool, default False
+        The step size is 2 sigmoid(b).
+    norm_eps : float, default 1e-6
+        As in gated_delta_net.
+    norm_activation : "silu" or "sigmoid", default "silu"
+        As in gated_delta_net.
     out : Tensor, optional
         Memory for y, [B, T, H_v, V], in the dtype of mixed, any strides. It is written.
 

@@ -45,11 +45,14 @@ def prefill_gated_delta_rule(
     derivative. It increments the version of the tensors that it writes. torch.autocast casts q, k and v, as for
     chunk_gated_delta_rule.
 
-    As in chunk_gated_delta_rule: q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-    A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, max_seqlen.
-
     Parameters
     ----------
+    q, k : Tensor
+        Queries and keys, [B, T, H_k, K], as in chunk_gated_delta_rule.
+    v : Tensor
+        Values, [B, T, H_v, V], as in chunk_gated_delta_rule.
+    g, beta : Tensor
+        Log decay and step size, [B, T, H_v], as in chunk_gated_delta_rule.
     state_pool : Tensor
         [slots, H_v, V, K], any floating dtype, float8_e4m3fn and float8_e5m2 included; on the GPU not float64, and in 8
         bits K is a multiple of 16. Each state is contiguous, and slots may be further apart; on the GPU they begin at
@@ -88,8 +91,26 @@ def prefill_gated_delta_rule(
         of chunk_gated_delta_rule_intermediates. It is written; zero for a sequence without a slot. A checkpoint_every
         must then be a multiple of 64.
 
+    Packed sequences
+    ----------------
+    cu_seqlens : Tensor, optional
+        Offsets, [N + 1], as in chunk_gated_delta_rule.
+    max_seqlen : int, optional
+        As in chunk_gated_delta_rule.
+
+    Activations inside
+    ------------------
+    use_qk_l2norm_in_kernel, use_gate_in_kernel : bool, default False
+        As in chunk_gated_delta_rule.
+    A_log, dt_bias : Tensor, optional
+        [H_v], as in chunk_gated_delta_rule.
+    use_beta_sigmoid_in_kernel, allow_neg_eigval : bool, default False
+        As in chunk_gated_delta_rule.
+
     Other Parameters
     ----------------
+    scale : float, optional
+        Factor on the output, as in chunk_gated_delta_rule.
     batch_invariant : bool, default False
         The bits of a sequence's results do not depend on the other sequences, on its index in the batch, or on padding.
         The GPU then splits no sequence over the SMs and does not use the fused kernel. On the CPU this always holds.
@@ -300,19 +321,56 @@ def decode_gated_delta_rule_packed(
 
         o = decode_gated_delta_rule_packed(mixed_qkv, a, b, A_log, dt_bias, pool, state_indices)
 
-    As in decode_gated_delta_rule: A_log, dt_bias, state_pool, state_indices, scale, null_index,
-    use_qk_l2norm_in_kernel, cu_seqlens, num_accepted_tokens, write_indices, parents, update_state, intermediate_states,
-    intermediate_indices, state_v_first, use_beta_sigmoid_in_kernel, allow_neg_eigval, out.
-
     Parameters
     ----------
     mixed_qkv : Tensor
         [B, T, C] with C = 2 H_k K + H_v V: the heads of q, then of k, then of v of each token. Or [B, C] for one token
         of each sequence. state_pool has H_v, V and K.
     a : Tensor
-        As that of decode_gated_delta_rule, [B, T, H_v]; [B, H_v] for one token of each sequence.
+        The gate, activated or not, [B, T, H_v], as in decode_gated_delta_rule; [B, H_v] for one token of each sequence.
     b : Tensor
-        As a.
+        The step size, activated or not, of the shape of a, as in decode_gated_delta_rule.
+    A_log, dt_bias : Tensor or None
+        [H_v], as in decode_gated_delta_rule.
+    state_pool : Tensor
+        [slots, H_v, V, K], as in decode_gated_delta_rule. It is written.
+
+    States
+    ------
+    state_indices : Tensor, optional
+        [N], or [N, S] with num_accepted_tokens, as in decode_gated_delta_rule.
+    null_index : int, default -1
+        As in decode_gated_delta_rule.
+    update_state, state_v_first : bool, default True
+        As in decode_gated_delta_rule.
+
+    Drafts
+    ------
+    cu_seqlens : Tensor, optional
+        Offsets, [N + 1], as in decode_gated_delta_rule.
+    num_accepted_tokens : Tensor, optional
+        [N], as in decode_gated_delta_rule.
+    write_indices : Tensor, optional
+        [N, S], as in decode_gated_delta_rule.
+    intermediate_states : Tensor, optional
+        [rows, steps, H_v, V, K], as in decode_gated_delta_rule. It is written.
+    intermediate_indices : Tensor, optional
+        [N], as in decode_gated_delta_rule.
+    parents : Tensor, optional
+        [N, S], as in decode_gated_delta_rule.
+
+    Other Parameters
+    ----------------
+    scale : float, optional
+        Factor on the output, as in decode_gated_delta_rule.
+    use_qk_l2norm_in_kernel : bool, default True
+        As in decode_gated_delta_rule.
+    use_beta_sigmoid_in_kernel : bool, optional
+        As in decode_gated_delta_rule.
+    allow_neg_eigval : bool, default False
+        As in decode_gated_delta_rule.
+    out : Tensor, optional
+        Memory for o, [B, T, H_v, V], as in decode_gated_delta_rule. It is written.
 
     Returns
     -------
@@ -385,8 +443,6 @@ def decode_gated_delta_rule_buffered(
     With d_cache in float32, results differ from those of decode_gated_delta_rule by the rounding of float32. A pool in
     16 bits rounds a state once in L steps, instead of at each step.
 
-    As in decode_gated_delta_rule: A_log, dt_bias, scale, use_beta_sigmoid_in_kernel, allow_neg_eigval, out.
-
     Parameters
     ----------
     q : Tensor
@@ -399,6 +455,8 @@ def decode_gated_delta_rule_buffered(
         The gate, activated or not, [B, 1, H_v], as that of decode_gated_delta_rule.
     b : Tensor
         The step size, activated or not, [B, 1, H_v], as that of decode_gated_delta_rule.
+    A_log, dt_bias : Tensor or None
+        [H_v], as in decode_gated_delta_rule.
     write_pos : Tensor
         Number of steps in the replay buffer of each sequence, [B], 0 to L - 1.
 
@@ -426,8 +484,16 @@ def decode_gated_delta_rule_buffered(
 
     Other Parameters
     ----------------
+    scale : float, optional
+        Factor on the output, as in decode_gated_delta_rule.
     use_qk_l2norm_in_kernel : bool, default True
         Divide q and k by their norms first, x / sqrt(|x|^2 + 1e-6).
+    use_beta_sigmoid_in_kernel : bool, optional
+        As in decode_gated_delta_rule.
+    allow_neg_eigval : bool, default False
+        As in decode_gated_delta_rule.
+    out : Tensor, optional
+        Memory for o, [B, 1, H_v, V], as in decode_gated_delta_rule. It is written.
 
     Returns
     -------

@@ -52,17 +52,25 @@ def forced_dispatch(
     Calls on the CPU do not change. The bits of a result may depend on the mode. flash_qla._C.forward_dispatch and
     backward_dispatch return which kernels a call then launches.
 
-    Args:
-        forward: the mode of the forward. {} gives all decisions back to the cost model, None keeps the current mode.
-        backward: the mode of the backward; {} and None as for forward.
-        kernels: "portable" makes a Hopper GPU run the kernels that every GPU from Ampere on has, which follow only
-            segment_chunks and cut_above of a mode. Those that Hopper has others for are PTX there: driver 575 or newer
-            compiles them, and caches them. "device" gives each GPU its own kernels again, None keeps the choice.
+    Parameters
+    ----------
+    forward : ForwardMode, optional
+        The mode of the forward. {} gives all decisions back to the cost model, None keeps the current mode.
+    backward : BackwardMode, optional
+        The mode of the backward; {} and None as for forward.
+    kernels : "portable" or "device", optional
+        "portable" makes a Hopper GPU run the kernels that every GPU from Ampere on has, which follow only
+        segment_chunks and cut_above of a mode. Those that Hopper has others for are PTX there: driver 575 or newer
+        compiles them, and caches them. "device" gives each GPU its own kernels again, None keeps the choice.
 
-    Raises:
-        ValueError: no call can have this mode, or kernels is another string.
-        TypeError: a field is unknown, or a value is not an integer.
-        ImportError: flash_qla._C is missing (another Python than the wheel's).
+    Raises
+    ------
+    ValueError
+        No call can have this mode, or kernels is another string.
+    TypeError
+        A field is unknown, or a value is not an integer.
+    ImportError
+        flash_qla._C is missing (another Python than the wheel's).
     """
     from flash_qla import _C
 

@@ -53,9 +53,12 @@ class CPContext:
     "zigzag" it has two parts, one after the other in its tensors, described by the fields that end in _by_part. The
     fields of the other layout are None.
 
-    Raises:
-        ValueError: cu_seqlens_cpu is None, or offsets have another shape or dtype.
-        TypeError: offsets are not a tensor.
+    Raises
+    ------
+    ValueError
+        cu_seqlens_cpu is None, or offsets have another shape or dtype.
+    TypeError
+        Offsets are not a tensor.
     """
 
     group: "torch.distributed.ProcessGroup | None"
@@ -163,8 +166,9 @@ def build_cp_context(
 
     Returns
     -------
-    The context, for the arguments named cp_context. Its `cu_seqlens` are the offsets of the rank's own sequences, on
-    the device of cu_seqlens. Its `sequences` are the indices of these sequences among all.
+    context : CPContext
+        For the arguments named cp_context. Its `cu_seqlens` are the offsets of the rank's own sequences, on the device
+        of cu_seqlens. Its `sequences` are the indices of these sequences among all.
 
     Raises
     ------

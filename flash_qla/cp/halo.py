@@ -67,7 +67,7 @@ def exchange_halo(x: torch.Tensor, cp_context: CPContext) -> torch.Tensor:
 
     Returns
     -------
-    halo
+    halo : Tensor
         [1, W - 1, ...], in the dtype of x; with zigzag [2, W - 1, ...], a row for each part. It is zero for tokens of
         another sequence than the part's first one.
 

@@ -70,8 +70,6 @@ def build_cp_context(
         context = build_cp_context(cu_seqlens, enable_inter=True, enable_intra=True, group=group)
         o, _ = flash_qla.chunk_gated_delta_rule(q, k, v, g, beta, cp_context=context)
 
-    As in flash_qla.cp.build_cp_context, only with enable_inter: conv1d_kernel_size, cu_seqlens_cpu.
-
     Parameters
     ----------
     cu_seqlens : Tensor, optional
@@ -86,11 +84,20 @@ def build_cp_context(
         The ranks; the default group if None. Only with enable_inter.
     chunk_size : int, optional
         64 or None.
-    num_v_heads, g, is_train
+    conv1d_kernel_size : int, optional
+        As in flash_qla.cp.build_cp_context. Only with enable_inter.
+    cu_seqlens_cpu : Tensor, optional
+        As in flash_qla.cp.build_cp_context. Only with enable_inter.
+    num_v_heads, g, is_train : object
         Without effect. The published package decides from them how to split sequences; here each call decides from its
         own shapes, and the device from its own gates.
     force_intra_cp : bool, default False
         Only False with enable_intra.
+
+    Returns
+    -------
+    context : FlashQLACPContext
+        For the arguments named cp_context.
 
     Raises
     ------

@@ -76,22 +76,53 @@ def chunk_gated_delta_rule(
 
     The ranges of flash_qla hold for shapes and dtypes.
 
-    Args:
-        cu_seqlens_cpu: as that of flash_qla.chunk_gated_delta_rule.
-        chunk_indices: without effect.
-        **kwargs: use_gate_in_kernel, A_log and dt_bias, as those of flash_qla.chunk_gated_delta_rule. But as in FLA,
-            A_log and dt_bias have no effect without use_gate_in_kernel. Also chunk_size, only 64; head_first, only
-            False; transpose_state_layout, the older name of state_v_first.
+    Parameters
+    ----------
+    q, k : Tensor
+        Queries and keys, [B, T, H_k, K], as in flash_qla.chunk_gated_delta_rule.
+    v : Tensor
+        Values, [B, T, H_v, V], as in flash_qla.chunk_gated_delta_rule.
+    g, beta : Tensor
+        Log decay and step size, [B, T, H_v], as in flash_qla.chunk_gated_delta_rule.
 
-        The other arguments are those of flash_qla.chunk_gated_delta_rule.
+    Other Parameters
+    ----------------
+    scale : float, optional
+        Factor on the output, as in flash_qla.chunk_gated_delta_rule.
+    initial_state : Tensor, optional
+        [N, H_v, K, V], or [N, H_v, V, K] with state_v_first, as in flash_qla.chunk_gated_delta_rule.
+    output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel : bool, default False
+        As in flash_qla.chunk_gated_delta_rule.
+    allow_neg_eigval, state_v_first : bool, default False
+        As in flash_qla.chunk_gated_delta_rule.
+    cu_seqlens : Tensor, optional
+        Offsets of packed sequences, [N + 1], as in flash_qla.chunk_gated_delta_rule.
+    cu_seqlens_cpu : Tensor, optional
+        cu_seqlens on the CPU, as in flash_qla.chunk_gated_delta_rule.
+    chunk_indices : Tensor, optional
+        Without effect.
+    cp_context : CPContext, optional
+        As in flash_qla.chunk_gated_delta_rule.
+    **kwargs : object
+        use_gate_in_kernel, A_log and dt_bias, as in flash_qla.chunk_gated_delta_rule. But as in FLA, A_log and dt_bias
+        have no effect without use_gate_in_kernel. Also chunk_size, only 64; head_first, only False;
+        transpose_state_layout, the older name of state_v_first.
 
-    Returns:
-        o, final_state: as flash_qla.chunk_gated_delta_rule.
+    Returns
+    -------
+    o : Tensor
+        As in flash_qla.chunk_gated_delta_rule.
+    final_state : Tensor or None
+        As in flash_qla.chunk_gated_delta_rule.
 
-    Raises:
-        ValueError: state_v_first and transpose_state_layout are both given.
-        TypeError: a keyword is unknown, or chunk_size or head_first has another value.
-        RuntimeError, NotImplementedError: as flash_qla.chunk_gated_delta_rule.
+    Raises
+    ------
+    ValueError
+        state_v_first and transpose_state_layout are both given.
+    TypeError
+        A keyword is unknown, or chunk_size or head_first has another value.
+    RuntimeError, NotImplementedError
+        As flash_qla.chunk_gated_delta_rule.
     """
     state_v_first = _layout(chunk_gated_delta_rule, state_v_first, kwargs, _KEYWORDS)
     kwargs["cu_seqlens_cpu"] = cu_seqlens_cpu
@@ -146,28 +177,54 @@ def fused_recurrent_gated_delta_rule(
     For decoding: one or a few tokens. chunk_gated_delta_rule is faster for many. Like FLA's function it has no
     derivative. The ranges of flash_qla hold for shapes and dtypes.
 
-    Args:
-        g: log decay, [B, T, H_v], any floating dtype; with use_gate_in_kernel the input of the gate. None: no decay.
-        gk, gv: only None. Decays of single channels need another kernel.
-        beta: step size, [B, T, H_v], any floating dtype; with use_beta_sigmoid_in_kernel the input of the sigmoid.
-            None: ones.
-        initial_state: [N, H_v, K, V], or [N, H_v, V, K] with state_v_first, any floating dtype. It is not written.
-        **kwargs: transpose_state_layout, the older name of state_v_first.
+    Parameters
+    ----------
+    q, k : Tensor
+        Queries and keys, [B, T, H_k, K], as in flash_qla.chunk_gated_delta_rule.
+    v : Tensor
+        Values, [B, T, H_v, V], as in flash_qla.chunk_gated_delta_rule.
+    g : Tensor, optional
+        Log decay, [B, T, H_v], any floating dtype; with use_gate_in_kernel the input of the gate. None: no decay.
+    gk, gv : None
+        Only None. Decays of single channels need another kernel.
+    beta : Tensor, optional
+        Step size, [B, T, H_v], any floating dtype; with use_beta_sigmoid_in_kernel the input of the sigmoid. None:
+        ones.
 
-        The other arguments are those of flash_qla.chunk_gated_delta_rule. But as in FLA, A_log and dt_bias have no
-        effect without use_gate_in_kernel.
+    Other Parameters
+    ----------------
+    scale : float, optional
+        Factor on the output, as in flash_qla.chunk_gated_delta_rule.
+    initial_state : Tensor, optional
+        [N, H_v, K, V], or [N, H_v, V, K] with state_v_first, any floating dtype. It is not written.
+    output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel : bool, default False
+        As in flash_qla.chunk_gated_delta_rule.
+    A_log, dt_bias : Tensor, optional
+        [H_v], as in flash_qla.chunk_gated_delta_rule. But as in FLA they have no effect without use_gate_in_kernel.
+    use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first : bool, default False
+        As in flash_qla.chunk_gated_delta_rule.
+    cu_seqlens : Tensor, optional
+        Offsets of packed sequences, [N + 1], as in flash_qla.chunk_gated_delta_rule.
+    **kwargs : object
+        transpose_state_layout, the older name of state_v_first.
 
-    Returns:
-        o: [B, T, H_v, V], in the dtype of q.
-        final_state: in the shape of initial_state, float32, or float64 for float64 inputs; None unless
-            output_final_state.
+    Returns
+    -------
+    o : Tensor
+        [B, T, H_v, V], in the dtype of q.
+    final_state : Tensor or None
+        In the shape of initial_state, float32, or float64 for float64 inputs; None unless output_final_state.
 
-    Raises:
-        NotImplementedError: gk or gv is given, or a gradient is asked for.
-        ValueError: use_gate_in_kernel is True without g or A_log; state_v_first and transpose_state_layout are both
-            given.
-        TypeError: a keyword is unknown.
-        RuntimeError: as flash_qla.decode_gated_delta_rule.
+    Raises
+    ------
+    NotImplementedError
+        gk or gv is given, or a gradient is asked for.
+    ValueError
+        use_gate_in_kernel is True without g or A_log; state_v_first and transpose_state_layout are both given.
+    TypeError
+        A keyword is unknown.
+    RuntimeError
+        As flash_qla.decode_gated_delta_rule.
     """
     function = "fused_recurrent_gated_delta_rule"
     for name, x in (("gk", gk), ("gv", gv)):
@@ -244,15 +301,34 @@ def build_cp_context(
 ) -> CPContext:
     """FLA's build_cp_context: flash_qla.cp.build_cp_context with FLA's arguments, in FLA's order.
 
-    Args:
-        use_tf32x3_affine_chain: only True, as in FLA. The maps of ranks are folded in float64 here.
-        **kwargs: none.
+    Parameters
+    ----------
+    cu_seqlens : Tensor
+        Offsets of all sequences, [N + 1], as in flash_qla.cp.build_cp_context.
+    group : ProcessGroup
+        The ranks.
+    conv1d_kernel_size : int, optional
+        As in flash_qla.cp.build_cp_context.
+    cu_seqlens_cpu : Tensor, optional
+        cu_seqlens on the CPU.
+    use_tf32x3_affine_chain : bool, default True
+        Only True, as in FLA. The maps of ranks are folded in float64 here.
+    layout : str, default "contiguous"
+        "contiguous" or "zigzag", as in flash_qla.cp.build_cp_context.
+    **kwargs : object
+        None are known.
 
-        The other arguments are those of flash_qla.cp.build_cp_context.
+    Returns
+    -------
+    context : CPContext
+        For the arguments named cp_context.
 
-    Raises:
-        ValueError: use_tf32x3_affine_chain is False; or as flash_qla.cp.build_cp_context.
-        TypeError: a keyword is unknown; or as flash_qla.cp.build_cp_context.
+    Raises
+    ------
+    ValueError
+        use_tf32x3_affine_chain is False; or as flash_qla.cp.build_cp_context.
+    TypeError
+        A keyword is unknown; or as flash_qla.cp.build_cp_context.
     """
     for name in kwargs:
         raise unexpected_keyword(build_cp_context, name)
@@ -271,8 +347,10 @@ def use_flash_qla() -> None:
     kernels run the other calls, as before: K above 256, V above 512, head dimensions that are not multiples of 8,
     dtypes other than bf16 and fp16, and, without FLASH_QLA_ANY_GPU=1, GPUs other than Hopper's.
 
-    Raises:
-        ImportError: FLA is not installed, or has no backend for flash_qla.
+    Raises
+    ------
+    ImportError
+        FLA is not installed, or has no backend for flash_qla.
     """
     from flash_qla.integrations import _fla_backend
 

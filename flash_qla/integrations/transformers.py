@@ -167,10 +167,14 @@ def causal_conv1d(original, hidden_states, weight, bias=None, activation=None, *
     """flash_qla.causal_conv1d under the argument names that transformers uses. A layer with another activation or
     width runs `original`, the function of its module.
 
-    Args:
-        hidden_states: [B, D, T].
-        weight: [D, W].
-        kwargs: the keywords that the model was called with.
+    Parameters
+    ----------
+    hidden_states : Tensor
+        [B, D, T].
+    weight : Tensor
+        [D, W].
+    **kwargs : object
+        The keywords that the model was called with.
     """
     dtype = hidden_states.dtype
     if activation not in ("silu", "swish", None) or not 2 <= weight.shape[-1] <= 4:
@@ -221,17 +225,24 @@ def use_flash_qla(model: torch.nn.Module) -> Switched:
     On a GPU that is not Hopper's the layers keep theirs, and a line of the log says so, unless FLASH_QLA_ANY_GPU=1. For
     a model on the CPU the current GPU decides, to which it may be moved.
 
-    Args:
-        model: a loaded transformers model, or any module that contains one (a torch.compile'd model
-            included; it recompiles). Layers that are switched already stay as they are.
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A loaded transformers model, or any module that contains one (a torch.compile'd model included; it recompiles).
+        Layers that are switched already stay as they are.
 
-    Returns:
-        the newly switched layers, usable as a context manager that restores them at its end.
+    Returns
+    -------
+    switched : Switched
+        The newly switched layers, usable as a context manager that restores them at its end.
 
-    Raises:
-        ValueError: the model has no Gated DeltaNet layer.
-        RuntimeError: this transformers release resolves the chunk function in a manner unknown
-            to flash_qla. Nothing has been changed then.
+    Raises
+    ------
+    ValueError
+        The model has no Gated DeltaNet layer.
+    RuntimeError
+        This transformers release resolves the chunk function in a manner unknown to flash_qla. Nothing has been changed
+        then.
     """
     plan = {}
     unknown = []
@@ -413,9 +424,12 @@ def _with_flash_qla(function: types.FunctionType, decorators: tuple = ()) -> typ
     None where neither does. The copy keeps the module's globals, in which torch.compile looks names up;
     they gain the names of _RENAMED, and that of the convolution, and lose nothing.
 
-    Args:
-        function: a forward, or a function in the closure of the last of `decorators`.
-        decorators: the functions between, none of which is entered again.
+    Parameters
+    ----------
+    function : FunctionType
+        A forward, or a function in the closure of the last of `decorators`.
+    decorators : tuple
+        The functions between, none of which is entered again.
     """
     code, closure = function.__code__, function.__closure__
     if _FUNCTION in code.co_names:
