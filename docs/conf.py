@@ -30,7 +30,7 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_mock_imports = ["fla"]  # of flash_qla.integrations.fla
-# Groups of arguments, and results that have names
+# Groups of arguments
 GROUPS = (
     "States",
     "Packed sequences",
@@ -42,10 +42,10 @@ GROUPS = (
     "Other packages",
 )
 napoleon_use_param = False  # arguments that share an entry remain one entry
-napoleon_custom_sections = [(name, "params_style") for name in ("Results", "Other Parameters", *GROUPS)]
+napoleon_use_ivar = True
+napoleon_custom_sections = [(name, "params_style") for name in ("Other Parameters", *GROUPS)]
 
-
-SECTION = re.compile(rf"(Args|Returns|Raises):|Parameters|Other Parameters|Returns|Raises|{'|'.join(GROUPS)}|-+")
+SECTION = re.compile(rf"Parameters|Other Parameters|Attributes|Returns|Raises|{'|'.join(GROUPS)}|-+")
 # Code, functions, and characters that reStructuredText would take for markup
 MARKUP = re.compile(
     rf"`(?P<code>[^`]+)`|(?<![\w.])(?P<path>flash_qla\.)?(?P<name>{'|'.join(flash_qla.__all__)})(?!\w|\.\w)|[\\*`|_]"
@@ -58,8 +58,7 @@ API = re.compile(r"^\| function of `([\w.]+)` .*\n((?:\|.*\n)+)\n<!-- api -->$",
 
 def plain_docstring(app, what, name, obj, options, lines):
     """Docstrings are plain text: what reStructuredText would take for markup is not, except code in backticks; names of
-    functions are links; indented lines behind a blank one are formulas or code; and results that have names are listed
-    like arguments."""
+    functions are links; and indented lines behind a blank one are formulas or code."""
 
     def marked_up(x: re.Match) -> str:
         if x["code"]:
@@ -80,8 +79,7 @@ def plain_docstring(app, what, name, obj, options, lines):
             literal = True
         markup.append(line if literal else MARKUP.sub(marked_up, line))
         blank = not line
-    text = "\n".join(markup)
-    lines[:] = re.sub(r"^Returns:(?=\n +[\w, \\]+: )", "Results:", text, flags=re.MULTILINE).split("\n")
+    lines[:] = markup
 
 
 def readable_source(app, page, source):

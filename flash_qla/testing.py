@@ -8,11 +8,14 @@ from typing import Literal, TypedDict
 class BackwardMode(TypedDict, total=False):
     """How the backward runs. The cost model decides the fields that are left out.
 
-    Attributes:
-        segment_chunks: chunks of 64 tokens per split. 0 splits no sequence. auto_cp=False of a call does the same, and
-            wins over this field.
-        cut_above: chunks of 64 tokens, only with segment_chunks or long_tile. A batch is long if a sequence has more,
-            and the device splits no other batch. 0, the default, splits every sequence that is longer than a split.
+    Attributes
+    ----------
+    segment_chunks : int
+        Chunks of 64 tokens per split. 0 splits no sequence. auto_cp=False of a call does the same, and wins over this
+        field.
+    cut_above : int
+        Chunks of 64 tokens, only with segment_chunks or long_tile. A batch is long if a sequence has more, and the
+        device splits no other batch. 0, the default, splits every sequence that is longer than a split.
     """
 
     segment_chunks: int
@@ -22,12 +25,15 @@ class BackwardMode(TypedDict, total=False):
 class ForwardMode(BackwardMode, total=False):
     """How the forward runs: the fields of BackwardMode, and these.
 
-    Attributes:
-        value_tile: rows of a head's state (channels of its values) per CTA, 64 or 128; with K > 128 only 128.
-        fused: True: one kernel does all, for every call that it supports; over splits others compute their maps first.
-            False: for no call. True excludes a value_tile of 64.
-        long_tile: like value_tile, for long batches, with cu_seqlens but without max_seqlen. 0, the default, is
-            value_tile.
+    Attributes
+    ----------
+    value_tile : int
+        Rows of a head's state (channels of its values) per CTA, 64 or 128; with K > 128 only 128.
+    fused : bool
+        True: one kernel does all, for every call that it supports; over splits others compute their maps first. False:
+        for no call. True excludes a value_tile of 64.
+    long_tile : int
+        Like value_tile, for long batches, with cu_seqlens but without max_seqlen. 0, the default, is value_tile.
     """
 
     value_tile: int

@@ -1,7 +1,6 @@
 """The public functions and the schemas of the ops say the same: what is written down twice is compared here."""
 
 import inspect
-import re
 from types import SimpleNamespace
 from typing import Literal, get_type_hints
 from unittest.mock import sentinel
@@ -81,26 +80,6 @@ def test_functions_pass_their_arguments_on(op, monkeypatch):
     monkeypatch.setattr(torch.ops, "flash_qla", SimpleNamespace(**{op: record}))
     assert function_of(op)(**arguments) == arguments.get("out", results)
     assert calls == [tuple(arguments.values())]
-
-
-def documented(function: str) -> set[str]:
-    """The arguments that a function's docstring has entries for, and those that it leaves to another function, which
-    has them."""
-    text = getattr(flash_qla, function).__doc__
-    before_results = text.partition("\n    Returns\n")[0]
-    entries = set(re.findall(r"^    (\w+) : ", before_results, re.MULTILINE))
-    for other, names in re.findall(r"As in (\w+): ([\w,\s]+)\.", before_results):
-        inherited = set(re.split(r",\s+", names))
-        assert inherited <= documented(other) and not inherited & entries, function
-        entries |= inherited
-    for other in re.findall(r"other arguments are those of\s+(\w+)\.", before_results):
-        entries |= documented(other)
-    return entries
-
-
-@pytest.mark.parametrize("op", (*OPS, *REGIONS))
-def test_arguments_are_documented(op):
-    assert {x.name for x in parameters_of(op)} <= documented(function_of(op).__name__)
 
 
 def test_the_backward_has_all_its_arguments():

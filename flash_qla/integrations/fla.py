@@ -98,7 +98,7 @@ def chunk_gated_delta_rule(
     cu_seqlens : Tensor, optional
         Offsets of packed sequences, [N + 1], as in flash_qla.chunk_gated_delta_rule.
     cu_seqlens_cpu : Tensor, optional
-        cu_seqlens on the CPU, as in flash_qla.chunk_gated_delta_rule.
+        cu_seqlens on the CPU, which give max_seqlen unless a compiler traces the call.
     chunk_indices : Tensor, optional
         Without effect.
     cp_context : CPContext, optional

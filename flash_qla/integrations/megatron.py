@@ -79,9 +79,12 @@ _replacement = Replacement(
 def use_flash_qla() -> None:
     """Have Megatron's Gated DeltaNet layers that are built from here on call flash_qla, in this process.
 
-    Raises:
-        ImportError: Megatron-core cannot be imported, or its release has no module for these layers.
-        RuntimeError: Megatron-core lacks one of the functions, or has it with other arguments. Then nothing is changed.
+    Raises
+    ------
+    ImportError
+        Megatron-core cannot be imported, or its release has no module for these layers.
+    RuntimeError
+        Megatron-core lacks one of the functions, or has it with other arguments. Then nothing is changed.
     """
     _replacement.use()
 

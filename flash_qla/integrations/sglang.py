@@ -300,9 +300,12 @@ def use_flash_qla() -> None:
     """Have SGLang's Gated DeltaNet layers call the functions of this module, in this process, and decode in one call
     where they can.
 
-    Raises:
-        ImportError: SGLang cannot be imported.
-        RuntimeError: SGLang lacks one of the functions, or has it with other arguments. Then nothing is changed.
+    Raises
+    ------
+    ImportError
+        SGLang cannot be imported.
+    RuntimeError
+        SGLang lacks one of the functions, or has it with other arguments. Then nothing is changed.
     """
     _replacement.use()
 

@@ -288,7 +288,13 @@ def _device_of(model: torch.nn.Module) -> torch.device:
 
 
 def restore(model: torch.nn.Module) -> None:
-    """Give all layers of `model` that `use_flash_qla` has switched what they had before."""
+    """Give all layers of `model` that `use_flash_qla` has switched what they had before.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        As in flash_qla.integrations.transformers.use_flash_qla.
+    """
     for name, layer in model.named_modules():
         _restore_layer(name, layer)
 

@@ -408,9 +408,12 @@ def use_flash_qla() -> None:
 
     Layers that are made from here on also run all between their projections as one call, where they can.
 
-    Raises:
-        ImportError: vLLM cannot be imported.
-        RuntimeError: vLLM lacks one of the functions, or has it with other arguments. Then nothing is changed.
+    Raises
+    ------
+    ImportError
+        vLLM cannot be imported.
+    RuntimeError
+        vLLM lacks one of the functions, or has it with other arguments. Then nothing is changed.
     """
     _replacement.use()
 
