@@ -245,8 +245,8 @@ def chunk_gated_delta_rule_packed(
 
         o, state = chunk_gated_delta_rule_packed(mixed_qkv, g, beta, num_k_heads=16, head_k_dim=128)
 
-    The backward writes one gradient of the shape of mixed_qkv, where autograd would otherwise put those of three slices
-    together.
+    The results can be differentiated like those of chunk_gated_delta_rule. The backward writes one gradient of the
+    shape of mixed_qkv, where autograd would otherwise put those of three slices together.
 
     Parameters
     ----------
@@ -290,7 +290,7 @@ def chunk_gated_delta_rule_packed(
     o : Tensor
         [B, T, H_v, V], as in chunk_gated_delta_rule.
     final_state : Tensor or None
-        As chunk_gated_delta_rule. They can be differentiated likewise, with respect to mixed_qkv.
+        As in chunk_gated_delta_rule.
 
     Raises
     ------

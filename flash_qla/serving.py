@@ -74,6 +74,22 @@ def prefill_gated_delta_rule(
         An index of at most this is no slot: the sequence has zero output, and nothing is written. The same holds for an
         entry of checkpoint_indices.
 
+    Packed sequences
+    ----------------
+    cu_seqlens : Tensor, optional
+        Offsets, [N + 1], as in chunk_gated_delta_rule.
+    max_seqlen : int, optional
+        As in chunk_gated_delta_rule.
+
+    Activations inside
+    ------------------
+    use_qk_l2norm_in_kernel, use_gate_in_kernel : bool, default False
+        As in chunk_gated_delta_rule.
+    A_log, dt_bias : Tensor, optional
+        [H_v], as in chunk_gated_delta_rule.
+    use_beta_sigmoid_in_kernel, allow_neg_eigval : bool, default False
+        As in chunk_gated_delta_rule.
+
     Kept states
     -----------
     checkpoint_every : int, default 0
@@ -90,22 +106,6 @@ def prefill_gated_delta_rule(
         Memory for the state at the start of each chunk of 64 tokens, contiguous, V-first: shape, dtype and order as h
         of chunk_gated_delta_rule_intermediates. It is written; zero for a sequence without a slot. A checkpoint_every
         must then be a multiple of 64.
-
-    Packed sequences
-    ----------------
-    cu_seqlens : Tensor, optional
-        Offsets, [N + 1], as in chunk_gated_delta_rule.
-    max_seqlen : int, optional
-        As in chunk_gated_delta_rule.
-
-    Activations inside
-    ------------------
-    use_qk_l2norm_in_kernel, use_gate_in_kernel : bool, default False
-        As in chunk_gated_delta_rule.
-    A_log, dt_bias : Tensor, optional
-        [H_v], as in chunk_gated_delta_rule.
-    use_beta_sigmoid_in_kernel, allow_neg_eigval : bool, default False
-        As in chunk_gated_delta_rule.
 
     Other Parameters
     ----------------
