@@ -299,7 +299,7 @@ def means(data: dict, calls: Iterable[str]) -> str:
         packages = [x for x in (*PACKAGES.values(), "vLLM/SGLang") if any(x in row for row in texts.values())]
         rows = [[name, *(row.get(x, "-") for x in packages)] for name, row in texts.items() if {*packages} & {*row}]
         own = [[name, x, row[x]] for name, row in texts.items() for x in row if x not in packages]
-        tables += [markdown([card, *packages], rows), markdown([card, "compared with", ""], own)]
+        tables += [markdown(*x) for x in (([card, *packages], rows), ([card, "compared with", ""], own)) if x[1]]
     return "\n\n".join(tables)
 
 

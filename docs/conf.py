@@ -29,7 +29,6 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["fla"]  # of flash_qla.integrations.fla
 # Groups of arguments
 GROUPS = (
     "States",

@@ -70,7 +70,6 @@ def chunk_gated_delta_rule_fwd(
     cp_context : CPContext | FlashQLACPContext, optional
         As that of chunk_gated_delta_rule. With ranks o and final_state do not require gradients; all ranks make the
         call, and its backward by chunk_gated_delta_rule_bwd.
-
     use_qk_l2norm_in_kernel : bool, default False
         As in chunk_gated_delta_rule.
     state_dtype : torch.dtype, optional

@@ -397,6 +397,18 @@ def test_cells_have_a_table_for_each_card(tmp_path, monkeypatch):
     assert tables.count(row) == 2 and "1x9 |" not in tables
 
 
+def test_steps_of_decoding(tmp_path):
+    """A card that has no other results is in no table of the calls."""
+    times = {"own": {"ms": [1.0, 2.0, 4.0], "gpu_us": 900.0, "gdn_us": 60.0}}
+    times["flash_qla"] = {"ms": [1.0, 1.5, 2.0], "gpu_us": 870.0, "gdn_us": 30.0}
+    cells = [{"package": package, "engine": "vllm", "requests": 8, **x} for package, x in times.items()]
+    steps = {"environment": card_results()["environment"], "cells": cells}
+    tables = tables_of(tmp_path, h100=card_results(), decode_steps_h200=steps)
+    row = "| H200 | 8 | 60 us | 30 us | 2.00 | 900 us | 870 us | 2.0 ms (1.0 to 4.0) | 1.5 ms (1.0 to 2.0) |"
+    assert row in tables["decode_steps"]
+    assert "H200" not in tables["means"] + tables["cells"] + report.overview(report.load(tmp_path))
+
+
 def test_the_figure_is_sorted(tmp_path):
     """By the largest means, and well-formed."""
     (tmp_path / "h100.json").write_text(json.dumps(card_results()))

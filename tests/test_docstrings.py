@@ -14,7 +14,7 @@ import flash_qla
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SECTIONS = {"Parameters", "Other Parameters", "Attributes", "Returns", "Raises"}
 TABLE = re.compile(r"^\| function of `([\w.]+)` .*\n((?:\|.*\n)+)", re.MULTILINE)
-ENTRY = re.compile(r"^(\*{0,2}\w+(?:, \w+)*) : .+\n((?:    .*\n)*)", re.MULTILINE)
+ENTRY = re.compile(r"^(\*{0,2}\w+(?:, \w+)*) : (.+)\n((?:    .*\n)*)", re.MULTILINE)
 
 
 def names_of_the_reference() -> list[str]:
@@ -37,19 +37,17 @@ every_name = pytest.mark.parametrize("name", NAMES)
 
 def documented(name: str):
     module, _, member = name.rpartition(".")
-    if module.startswith("flash_qla.integrations.fla"):
-        pytest.importorskip("fla")
     return getattr(importlib.import_module(module), member)
 
 
-def entries_of(name: str) -> dict[str, str]:
-    """Argument -> what its entry says."""
+def entries_of(name: str) -> dict[str, tuple[str, str]]:
+    """Argument -> type and text of its entry."""
     before_results = inspect.getdoc(documented(name)).partition("\nReturns\n---")[0] + "\n"
     entries = {}
-    for arguments, text in ENTRY.findall(before_results):
+    for arguments, *entry in ENTRY.findall(before_results):
         for argument in arguments.strip("*").split(", "):
             assert argument not in entries, f"{name} describes {argument} twice"
-            entries[argument] = text
+            entries[argument] = tuple(entry)
     return entries
 
 
@@ -61,12 +59,19 @@ def test_the_reference_has_names():
 def test_every_argument_has_an_entry(name):
     if inspect.isclass(documented(name)):
         pytest.skip("a class")
-    entries = entries_of(name)
-    assert set(inspect.signature(documented(name)).parameters) == set(entries)
-    for argument, text in entries.items():
+    entries, parameters = entries_of(name), inspect.signature(documented(name)).parameters
+    assert set(parameters) == set(entries)
+    for argument, (type_, text) in entries.items():
+        default = parameters[argument].default
+        if type_.endswith(", optional"):
+            assert default is None, argument
+        elif stated := re.search(r", default (.+)$", type_):
+            assert ast.literal_eval(stated[1]) == default, argument
+        else:
+            assert default in (inspect.Parameter.empty, ()), argument
         for other in re.findall(r"\b[Aa]s in ((?:\w+\.)*\w*_\w+)", text):  # says it itself
             path = other if other.startswith("flash_qla.") else f"flash_qla.{other}"
-            assert argument == "kwargs" or not re.search(r"\b[Aa]s in \w+_", entries_of(path)[argument]), (
+            assert argument == "kwargs" or not re.search(r"\b[Aa]s in \w+_", entries_of(path)[argument][1]), (
                 argument,
                 other,
             )
@@ -100,8 +105,8 @@ def test_rendered(name, monkeypatch):
     from docutils.parsers.rst import roles
 
     monkeypatch.syspath_prepend(str(DOCS))
+    monkeypatch.delitem(sys.modules, "conf", raising=False)
     conf = importlib.import_module("conf")
-    monkeypatch.delitem(sys.modules, "conf")
     monkeypatch.setattr(roles, "_roles", {**roles._roles, "py:func": roles.GenericRole("py:func", nodes.literal)})
     lines = inspect.getdoc(documented(name)).splitlines()
     conf.plain_docstring(None, "function", name, None, None, lines)

@@ -88,9 +88,13 @@ def build_cp_context(
         As in flash_qla.cp.build_cp_context. Only with enable_inter.
     cu_seqlens_cpu : Tensor, optional
         As in flash_qla.cp.build_cp_context. Only with enable_inter.
-    num_v_heads, g, is_train : object
-        Without effect. The published package decides from them how to split sequences; here each call decides from its
-        own shapes, and the device from its own gates.
+    num_v_heads : int, optional
+        Without effect, as g and is_train. The published package decides from them how to split sequences; here each
+        call decides from its own shapes, and the device from its own gates.
+    g : Tensor, optional
+        Without effect.
+    is_train : bool, default False
+        Without effect.
     force_intra_cp : bool, default False
         Only False with enable_intra.
 

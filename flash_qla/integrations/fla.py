@@ -185,7 +185,7 @@ def fused_recurrent_gated_delta_rule(
         Values, [B, T, H_v, V], as in flash_qla.chunk_gated_delta_rule.
     g : Tensor, optional
         Log decay, [B, T, H_v], any floating dtype; with use_gate_in_kernel the input of the gate. None: no decay.
-    gk, gv : None
+    gk, gv : None, optional
         Only None. Decays of single channels need another kernel.
     beta : Tensor, optional
         Step size, [B, T, H_v], any floating dtype; with use_beta_sigmoid_in_kernel the input of the sigmoid. None:
