@@ -63,7 +63,7 @@ def test_tables_are_those_of_the_results():
 @pytest.mark.parametrize(
     ("page", "beginning", "tables", "count"),
     (
-        ("docs/engines.md", "**Expect**", ("gain", "decode_steps"), 4),
+        ("docs/engines.md", "**Expect**", ("gain", "decode_steps"), 6),
         ("docs/speed.md", "Megatron-core was not measured", ("means",), 1),
         ("README.md", "In a model [you gain", ("gain",), 1),
     ),
