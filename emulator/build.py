@@ -163,6 +163,12 @@ def sources(compiler: Compiler, races: bool) -> list[tuple]:
     return [*entries, *((path, *gpu_options) for path in dispatchers), (ROOT / "csrc/ops.cpp", *host_options, *renamed)]
 
 
+def put(source: str, target: str) -> None:
+    """Copies a file. A process that has loaded the one before keeps it."""
+    shutil.copy2(source, f"{target}.new")
+    os.replace(f"{target}.new", target)
+
+
 def build(out: Path, races: bool = False) -> Path:
     """Returns the folder to import flash_qla from."""
     installed = Path(next(iter(importlib.util.find_spec("flash_qla").submodule_search_locations)))
@@ -180,8 +186,9 @@ def build(out: Path, races: bool = False) -> Path:
     library = package / "libflash_qla.so"
     newest = max(x.stat().st_mtime for x in (*objects, *installed.rglob("*.py")))
     if library.exists() and library.stat().st_mtime > newest:
-        return package.parent  # which another process may be using
-    shutil.copytree(installed, package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("libflash_qla.so"))
+        return package.parent
+    ignore = shutil.ignore_patterns("libflash_qla.so")
+    shutil.copytree(installed, package, dirs_exist_ok=True, ignore=ignore, copy_function=put)
     libraries = [TORCH / "lib" / name for name in ("libtorch.so", "libtorch_cpu.so", "libc10.so")]
     options = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-lpthread", "-ldl", "-fsanitize=alignment"]
     subprocess.run([compiler.command[0], *objects, *libraries, *options, "-o", library], check=True)
