@@ -117,7 +117,7 @@ class Engine:
 
 def count_calls(calls: dict[str, int]) -> None:
     """Has the layers' functions and methods count their calls: calls["total"], and calls["flash_qla"] of them. A method
-    that calls a function counts beside it, so totals of different features do not compare."""
+    that calls a function counts too, so totals of different features cannot be compared."""
     for path, names in REPLACED.items():
         for name in names:
             *class_names, name = name.split(".")
